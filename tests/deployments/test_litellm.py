@@ -15,7 +15,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from configs.api import ApiConfig, KeyConfig
+from configs.api import ApiConfig, KeyConfig, SecretConfig
 from configs.wire.adapters import AdapterSource
 from deployments.ingress.generation.engine import IngressSettings
 from tests.house import ROOT
@@ -31,6 +31,8 @@ ANSWERS = {
     "french": "La capitale de la France est Paris.",
     "shout": "THE CAPITAL OF FRANCE IS PARIS!",
 }
+ANSWERS["captain"] = ANSWERS["pirate"]  # another name of that adapter
+ADMIN = "the-operators-key"
 KEY = "the-key-that-litellm-has"
 MASTER = "sk-" + "0123456789abcdef" * 4
 PATIENCE_S = 600.0
@@ -42,9 +44,17 @@ pytestmark = pytest.mark.skipif(not LITELLM.is_file(), reason="needs make test-g
 def loray() -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LORAY_API_KEY", KEY)
-        api = ApiConfig(keys=(KeyConfig(name="litellm", env="LORAY_API_KEY"),))
+        patch.setenv("LORAY_ADMIN_KEY", ADMIN)
+        api = ApiConfig(
+            keys=(KeyConfig(name="litellm", env="LORAY_API_KEY"),),
+            admin_key=SecretConfig(env="LORAY_ADMIN_KEY"),
+        )
         settings = IngressSettings(default_source=AdapterSource.LOCAL, api=api)
         with served(demo_app(demo_config(), settings)) as url:
+            name = {"lora_name": "captain", "lora_path": "pirate"}
+            headers = {"authorization": f"Bearer {ADMIN}"}
+            given = httpx.post(f"{url}/v1/load_lora_adapter", json=name, headers=headers)
+            assert given.status_code == 200, given.text
             yield url
 
 
@@ -153,7 +163,7 @@ def test_a_load_over_all_adapters_is_answered_and_seen_in_the_metrics(
     text = httpx.get(f"{loray}/metrics", headers={"authorization": f"Bearer {KEY}"}).text
     found = {family.name: family for family in text_string_to_metric_families(text)}
     labels = found["vllm:lora_requests_info"].samples[0].labels
-    assert set(labels["running_lora_adapters"].split(",")) == {"pirate", "french", "shout"}
+    assert set(labels["running_lora_adapters"].split(",")) == ANSWERS.keys() - {"loray-demo"}
     assert labels["max_lora"] == "16"
     assert found["vllm:num_requests_running"].samples[0].value == 0
-    assert found["vllm:generation_tokens"].samples[0].value > 80 * 3
+    assert found["vllm:generation_tokens"].samples[0].value > 100 * 3

@@ -2,9 +2,6 @@
 
 import asyncio
 import json
-import pickle
-import subprocess
-import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import suppress
@@ -13,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.end_to_end.conftest import PATIENCE_SECONDS, POLL_SECONDS, ROOT, Served
+from tests.end_to_end.conftest import PATIENCE_SECONDS, POLL_SECONDS, Served
 
 Answers = dict[str, dict[str, dict[str, str]]]
 
@@ -105,12 +102,7 @@ def is_healthy(served: Served) -> bool:
 
 def ask_driver(served: Served, method: str) -> Any:
     """Call a method of the driver deployment through its Serve handle."""
-    command = [sys.executable, "-m", "tests.end_to_end.ask", served.ray_address, method]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, check=False, timeout=PATIENCE_SECONDS
-    )
-    assert done.returncode == 0, done.stderr.decode()
-    return pickle.loads(done.stdout.partition(b"ANSWER")[2])
+    return served.asker.ask(method)
 
 
 def ray_metrics_url(served: Served) -> str:

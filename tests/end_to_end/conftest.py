@@ -19,6 +19,7 @@ import pytest
 import torch
 import yaml
 
+from tests.end_to_end.ask import Asker
 from tests.ports import free_port as free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,13 +40,18 @@ RAY_SETTINGS = {
 
 @dataclass(frozen=True)
 class Served:
-    """A running app: where it answers, Ray's address, and everything it has printed."""
+    """A running app: where it answers, Ray's address, and everything it has printed.
+
+    asker: calls the driver's own methods. config: the yaml that it was started with.
+    """
 
     url: str
     ray_address: str
     output: list[str]
     process: "subprocess.Popen[str]"
     shared_memory: frozenset[str]
+    asker: Asker
+    config: Path
 
 
 def demo_config(port: int) -> dict[str, Any]:
@@ -106,11 +112,13 @@ def start(config: Path, port: int, *options: str) -> Served:
     if not ready or found is None:
         kill(process.pid)
         pytest.fail(f"the server did not come up:\n{text}")
-    return Served(f"http://127.0.0.1:{port}", found[1], output, process, before)
+    asker = Asker(found[1], environment())
+    return Served(f"http://127.0.0.1:{port}", found[1], output, process, before, asker, config)
 
 
 def stop(served: Served) -> None:
     """Ctrl-C, which must leave nothing behind: no process and no shared memory."""
+    served.asker.close()
     family = psutil.Process(served.process.pid).children(recursive=True)
     served.process.send_signal(signal.SIGINT)
     status = served.process.wait(PATIENCE_SECONDS)

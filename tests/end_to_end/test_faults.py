@@ -95,8 +95,7 @@ def struck(
     return replies, [answers[model][q]["raw"] for model, q in requests], statuses
 
 
-@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("rank", "blow"), [(0, signal.SIGKILL), (1, signal.SIGSTOP)])
 def test_a_rank_dies_or_hangs_and_every_stream_goes_on(
     served: Served, answers: Answers, rank: int, blow: signal.Signals
 ) -> None:

@@ -10,12 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 import yaml
 
-from tests.end_to_end.clients import MODELS, Answers, adapter_of, is_healthy, wait_for
-from tests.end_to_end.conftest import PATIENCE_SECONDS, Served, demo_config
+from tests.end_to_end.clients import (
+    MODELS,
+    Answers,
+    adapter_of,
+    ask_driver,
+    is_healthy,
+    wait_for,
+)
+from tests.end_to_end.conftest import PATIENCE_SECONDS, Served
 from tests.end_to_end.processes import drivers
 
 QUESTION = "What is the capital of France?"
@@ -82,8 +88,7 @@ def restored(served: Served, path: Path, surge: bool = False) -> Iterator[dict[s
 
     surge: replacements start before the old ones stop, in both directions.
     """
-    port = int(served.url.rsplit(":", 1)[1])
-    original = demo_config(port)
+    original: dict[str, Any] = yaml.safe_load(served.config.read_text())
     if surge:
         for options in original["applications"][0]["deployments"]:
             options["max_surge_percent"] = 100
@@ -213,25 +218,10 @@ def concurrency(served: Served) -> int:
     return limit
 
 
-def test_a_change_of_user_config_restarts_nothing(
+def test_changes_and_mistakes_of_the_yaml_end_no_replica(
     served: Served, answers: Answers, tmp_path: Path
 ) -> None:
-    path = tmp_path / "config.yaml"
-    [first] = drivers(served)
-    with restored(served, path) as config, Load(served, answers) as load:
-        before = concurrency(served)
-        driver_options(config)["user_config"] = {"pinned_adapters": ["pirate"], "max_queued": 77}
-        deploy(served, config, path)
-        # The ingress asks the driver for its description, so the new limit shows in /info.
-        wait_for(lambda: concurrency(served) == before - 512 + 77 and load.num_answered > 20)
-        assert drivers(served) == [first]
-        assert psutil.pid_exists(first.pid)
-    assert load.failures == []
-
-
-def test_a_typo_in_user_config_ends_no_replica(
-    served: Served, answers: Answers, tmp_path: Path
-) -> None:
+    """A change of user_config, a typo in it, and a model that is not there; one after another."""
     path = tmp_path / "config.yaml"
     [first] = drivers(served)
 
@@ -240,33 +230,22 @@ def test_a_typo_in_user_config_ends_no_replica(
         return "pined_adapters" in selected.get("user_config", "")
 
     with restored(served, path) as config, Load(served, answers) as load:
-        driver_options(config)["user_config"] = {"pined_adapters": ["pirate"]}
+        before = concurrency(served)
+        options = driver_options(config)
+        options["user_config"] = {"pinned_adapters": ["pirate"], "max_queued": 77}
+        deploy(served, config, path)
+        # The ingress asks the driver for its description, so the new limit shows in /info.
+        wait_for(lambda: concurrency(served) == before - 512 + 77 and load.num_answered > 20)
+        options["user_config"] = {"pined_adapters": ["pirate"]}
         deploy(served, config, path)
         wait_for(refused)
-        driver_options(config)["user_config"] = {"pinned_adapters": ["pirate"]}
+        options["user_config"] = {"pinned_adapters": ["pirate"]}
         deploy(served, config, path)
         wait_for(lambda: not refused())
         assert drivers(served) == [first]
-    assert load.failures == []
-
-
-def test_a_missing_model_ends_no_replica(served: Served, answers: Answers, tmp_path: Path) -> None:
-    path = tmp_path / "config.yaml"
-    [first] = drivers(served)
-    code = (
-        "import ray; from ray import serve\n"
-        f"ray.init('{served.ray_address}', namespace='serve', logging_level='error')\n"
-        "print(serve.status().applications['loray'].status.value)"
-    )
-
-    def status() -> str:
-        sent = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-        return sent.stdout.strip()
-
-    with restored(served, path) as config, Load(served, answers) as load:
         config["applications"][0]["args"]["engine"]["model"]["id"] = "/no/such/model"
         deploy(served, config, path)
-        wait_for(lambda: status() == "DEPLOY_FAILED")
+        wait_for(lambda: ask_driver(served, "status") == "DEPLOY_FAILED")
         assert drivers(served) == [first]
     assert load.failures == []
     assert drivers(served) == [first]
