@@ -186,10 +186,11 @@ class IngressFront:
         lifespan: Lifespan | None = None,
         metrics: RequestMetrics | None = None,
         wake: Callable[[], None] = lambda: None,
+        bases: frozenset[str] = frozenset(),
     ) -> FastAPI:
         """The API of one base model; application: the name of its saved commands.
 
-        wake: called when the runner of batches is to look at them.
+        wake: called when the runner of batches is to look at them. bases: as in `IngressSettings`.
         """
         store = RayAdminStore(application)
         # Serve's default, cloudpickle, checks each object of a call for code of the caller's own
@@ -199,7 +200,7 @@ class IngressFront:
             HandleDriver(handle, self._receiver, store),
             self.inboxes,
             lambda: self._bound[-1],
-            _settings(config, self._peers),
+            _settings(config, self._peers, bases),
             lifespan,
             metrics,
             wake,
@@ -221,13 +222,14 @@ class IngressFront:
                 store_name(application, name),
                 metrics=metrics,
                 wake=wake,
+                bases=frozenset(config.models),
             )
             for name, base in config.named().items()
         }
         return build_front(apps, self.lifespan)
 
 
-def _settings(config: ServeConfig, peers: ReplicaCount) -> IngressSettings:
+def _settings(config: ServeConfig, peers: ReplicaCount, bases: frozenset[str]) -> IngressSettings:
     engine = config.engine
     trusts = engine.model.trust_remote_code
     return IngressSettings(
@@ -244,6 +246,7 @@ def _settings(config: ServeConfig, peers: ReplicaCount) -> IngressSettings:
         replicas=peers.count,
         loopback=_front_is_loopback(),
         read_text=partial(ModelTokenizer.load, trust_remote_code=trusts),
+        bases=bases,
     )
 
 

@@ -247,15 +247,24 @@ def _requested(body: LoadBody, default_source: AdapterSource) -> AdapterReferenc
 
 
 async def _naming(engine: EngineClient, body: NameBody) -> NameAdapter:
-    """The command of load_lora_adapter; refuses the base model's names."""
+    """The command of load_lora_adapter."""
     source = engine.settings.default_source
-    info = await engine.info()
-    if body.lora_name in (info.model_name, info.model_id):
-        raise invalid(f"`{body.lora_name}` is the base model's name: choose another", "lora_name")
+    await check_new_name(engine, body.lora_name)
     name = _reference(body.lora_name, source, "lora_name")
     is_folder = body.lora_path.startswith("/")
     target = body.lora_path if is_folder else _reference(body.lora_path, source, "lora_path")
     return NameAdapter(name, target, replace=body.load_inplace)
+
+
+async def check_new_name(engine: EngineClient, name: str) -> None:
+    """Refuse a name for an adapter that means a base model, or another base's adapter."""
+    info, bases = await engine.info(), engine.settings.bases
+    if name in (info.model_name, info.model_id) or name in bases:
+        raise invalid(f"`{name}` is the base model's name: choose another", "lora_name")
+    base, slash, rest = name.partition("/")
+    if slash and base in bases:
+        message = f"`{name}` means adapter `{rest}` of the base model `{base}`"
+        raise invalid(f"{message}: send `{rest}` to /{base}/v1", "lora_name")
 
 
 def _raise_failure(reports: Sequence[AdapterReport]) -> None:

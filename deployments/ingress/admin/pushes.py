@@ -13,7 +13,7 @@ from starlette.responses import Response
 from configs.wire.adapters import AdapterError, AdapterReference, AdapterSource, parse_reference
 from deployments.contract import ErrorKind, PushAdapter, PushedContent
 from deployments.ingress.access.keys import require
-from deployments.ingress.admin.adapters import AdapterReply, AllReplicas
+from deployments.ingress.admin.adapters import AdapterReply, AllReplicas, check_new_name
 from deployments.ingress.admin.push_bodies import read_push
 from deployments.ingress.generation.engine import EngineClient
 from deployments.ingress.http.errors import RequestError, invalid
@@ -122,9 +122,7 @@ class _Pushes:
             name = parse_reference(text, self._replicas.source)
         except ValueError as error:
             raise invalid(str(error), "lora_name") from error
-        info = await self._engine.info()
-        if text in (info.model_name, info.model_id):
-            raise invalid(f"`{text}` is the base model's name: choose another", "lora_name")
+        await check_new_name(self._engine, text)
         sources = (self._replicas.source, AdapterSource.PUSHED)
         if name.source not in sources or name.revision is not None or len(text) > _MAX_NAME:
             raise invalid(

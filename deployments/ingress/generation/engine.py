@@ -65,6 +65,7 @@ class IngressSettings:
     clock: in seconds, for quotas and caches.
     loopback: whether the server can be reached from its own machine only.
     read_text: reads the tokenizer in a folder.
+    bases: the names of all base models behind this address, if there are several.
     """
 
     default_source: AdapterSource = AdapterSource.HUB
@@ -87,6 +88,7 @@ class IngressSettings:
     clock: Clock = time.monotonic
     loopback: bool = False
     read_text: Callable[[str], ModelTokenizer] = ModelTokenizer.load
+    bases: frozenset[str] = frozenset()
 
 
 class ServedModel(NamedTuple):

@@ -53,6 +53,8 @@ class Bases:
                 default_source=AdapterSource.LOCAL,
                 api=apis.get(name, ApiConfig()),
                 batches=batches or BatchesConfig(),
+                bases=frozenset({"small", "large"}),
+                loopback=True,
             )
             self.apps[name] = build_app(
                 driver, inboxes, lambda: ReplyAddress("127.0.0.1", 1, "hush"), settings,
@@ -169,6 +171,25 @@ def test_a_base_that_starts_delays_no_other(
         app.state.engine._refreshed_at = float("-inf")
     for path in ("/v1/models", "/health"):
         assert http.get(path).status_code == 503
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("large", "base model's name"),
+        ("large/mine", "send `mine` to /large/v1"),
+        ("small/mine", "send `mine` to /small/v1"),
+    ],
+)
+def test_a_name_that_means_another_base_is_refused(
+    http: TestClient, name: str, message: str
+) -> None:
+    body = {"lora_name": name, "lora_path": "poet"}
+    named = http.post("/v1/load_lora_adapter", json=body)
+    form = {"lora_name": name, "adapter_config": "{}"}
+    pushed = http.post("/v1/push_lora_adapter", data=form, files={"adapter_model": b"x"})
+    for reply in (named, pushed):
+        assert (reply.status_code, message in reply.text) == (400, True), reply.text
 
 
 def test_health_and_metrics_are_of_all_bases(bases: Bases, http: TestClient) -> None:
