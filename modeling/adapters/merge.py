@@ -191,6 +191,8 @@ def _check_factors_alone(adapter: PeftAdapter) -> None:
         refuse("it is an activated adapter (aLoRA), which PEFT does not merge: use it alone")
     if adapter.tokens:
         refuse("trainable_token_indices: PEFT does not merge rows of single tokens: use it alone")
+    if adapter.plan.parts:
+        refuse("it adapts fused modules, which this model has in parts: use it alone")
     if adapter.plan.parameters.names:
         refuse("target_parameters: PEFT does not merge adapters of bare parameters: use it alone")
     if adapter.plan.use_dora:

@@ -23,6 +23,7 @@ from modeling.adapters.peft_ends import (
     find_ends,
     is_tied,
 )
+from modeling.adapters.peft_fused import find_parts, fused_of
 from modeling.adapters.peft_names import WEIGHTS_NAME, open_tensors
 from modeling.adapters.peft_score import SCORE_KEY, find_score, without_score
 from modeling.adapters.peft_tensors import check_file_rank, check_shape, check_type
@@ -91,6 +92,8 @@ def _check_file(
         for layer in range(projection.num_layers)
         for module in projection.modules(layer)
     }
+    named = {key[len(PREFIX) : key.rfind(FACTOR)] for key in [*file.keys()] if FACTOR in key}
+    plan = replace(plan, parts=find_parts(named, known, projections))
     found = find_biases(file.keys(), plan, known)
     adapter = PeftAdapter(file, plan, known, tuple(projections), biases=found)
     faults, keys = Faults(), file.keys()
@@ -111,6 +114,8 @@ def _check_file(
         _check_ranks(adapter, max_rank)
     with faults.gather():
         _check_once(adapter)
+    with faults.gather():
+        _check_parts(plan)
     with faults.gather():
         _check_targets(adapter, known)
     with faults.gather():
@@ -143,20 +148,20 @@ def _check_tensors(adapter: PeftAdapter, faults: Faults) -> None:
 def _match(keys: Iterable[str], adapter: PeftAdapter, faults: Faults) -> dict[str, ModulePosition]:
     """Map tensors to modules of the model; unknown tensors and missing partners are faults."""
     known, projections = adapter.modules, adapter.projections
-    factors: dict[str, tuple[str, str]] = {}
+    factors: dict[str, list[tuple[str, str]]] = {}
     for module, position in known.items():
         names = factor_names(module, projections[position.projection], adapter.plan)
-        factors |= {names.a: (module, "A"), names.b: (module, "B")}
+        for key, side in ((names.a, "A"), (names.b, "B")):
+            factors.setdefault(key, []).append((module, side))
     idle = {PREFIX + module + suffix for module in known for suffix in IDLE_SUFFIXES}
     if adapter.plan.use_dora:
         idle |= {magnitude_key(module) for module in known}
     found: dict[str, set[str]] = {module: set() for module in adapter.ends.copied}
     unknown = []
     for key in set(keys) - idle:
-        if key in factors:
-            module, side = factors[key]
+        for module, side in factors.get(key, ()):
             found.setdefault(module, set()).add(side)
-        elif key not in adapter.other_names:
+        if key not in factors and key not in adapter.other_names:
             unknown.append(key)
     # Faults that were found before concern embedding or heads: their tensors are refused once.
     unknown = [k for k in unknown if not (faults and (_names_end(k) or k == SCORE_KEY))]
@@ -199,6 +204,12 @@ def _refuse_tensor(key: str, adapter: PeftAdapter) -> NoReturn:
         refuse(
             f"target_parameters: {key} adapts no linear module's weight (experts keep theirs in "
             "three dimensions), which is not served: merge the adapter into the base model"
+        )
+    fused = fused_of(key[len(PREFIX) : key.rfind(FACTOR)])
+    if fused is not None and fused in known:
+        refuse(
+            f"tensor {key} is of a part of what this model has as one, {fused.rsplit('.', 1)[-1]}: "
+            "serve the base model that it was trained on, which has the parts"
         )
     names = sorted({module.rsplit(".", 1)[-1] for module in known})
     refuse(
@@ -252,6 +263,16 @@ def _check_whole(adapter: PeftAdapter, known: Mapping[str, ModulePosition]) -> N
                 f"the file holds nothing for {module}, which target_modules names, and "
                 "init_lora_weights is false: PEFT would make up random factors; correct either"
             )
+
+
+def _check_parts(plan: LoraPlan) -> None:
+    """Refuse what is not cut: magnitudes and biases of fused modules."""
+    if plan.parts and (plan.use_dora or plan.lora_bias or plan.bias != "none"):
+        path = next(iter(plan.parts.values())).path
+        refuse(
+            f"the file adapts {path}, which this model has in parts, with DoRA or biases: serve "
+            "the base model that it was trained on"
+        )
 
 
 def _check_once(adapter: PeftAdapter) -> None:

@@ -90,7 +90,7 @@ class PeftAdapter:
         """Yield the modules in stacks: one call of torch serves many modules."""
         with reading():
             self.ends.check_copies(self.file)
-        for (index, rank, _), group in itertools.groupby(self.modules, self._kind):
+        for (index, rank, *_), group in itertools.groupby(self.modules, self._kind):
             projection, names = self.projections[index], list(group)
             widest = max(projection.in_features, projection.out_features)
             count = max(1, STACK_NUMBERS // (rank * widest))
@@ -105,10 +105,10 @@ class PeftAdapter:
         """Return the names of a module's factors."""
         return factor_names(module, self.projections[self.modules[module].projection], self.plan)
 
-    def _kind(self, module: str) -> tuple[int, int, bool]:
+    def _kind(self, module: str) -> tuple[int, int, bool, bool]:
         """Return a module's projection, rank and lie, which the modules of a stack share."""
         index, rank = self.modules[module].projection, self.plan.rank_of(module)
-        return index, rank, self.names(module).flipped
+        return index, rank, self.names(module).flipped, module in self.plan.parts
 
     def _stack(self, index: int, names: Sequence[str]) -> LoraStack:
         factors_of = [self.names(name) for name in names]
@@ -117,6 +117,7 @@ class PeftAdapter:
             a, b = self.file.stack(keys_a), self.file.stack(keys_b)
         if factors_of[0].flipped:
             a, b = a.transpose(1, 2), b.transpose(1, 2)
+        b = factors_of[0].own(b)
         if a.dtype is torch.float64:
             a = a.float()
         scales = [self.plan.scaling_of(name) for name in names]

@@ -17,6 +17,7 @@ from configs.reading import read_text
 from configs.wire.adapters import MAX_INVOCATION, AdapterRefusal
 from modeling.adapters.faults import Faults, refuse
 from modeling.adapters.patterns import MatchBudget, PatternError
+from modeling.adapters.peft_fused import FusedPart
 from modeling.adapters.peft_kinds import files_advice, init_advice, is_peft_newer, tuner_advice
 from modeling.adapters.targets import Modules, PatternTable, Targets, read_targets
 from sources.base import CONFIG_NAME, MAX_CONFIG_BYTES
@@ -25,15 +26,8 @@ SERVED = frozenset(
     {"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"}
     | {"init_lora_weights", "ensure_weight_tying", "modules_to_save", "alora_invocation_tokens"}
     | {"use_dora", "bias", "lora_bias"}
-    | {
-        "target_modules",
-        "target_parameters",
-        "exclude_modules",
-        "layers_to_transform",
-        "trainable_token_indices",
-        "layers_pattern",
-        "task_type",
-    }
+    | {"target_modules", "target_parameters", "trainable_token_indices", "exclude_modules"}
+    | {"layers_to_transform", "layers_pattern", "task_type"}
 )
 
 IGNORED: Mapping[str, str] = {
@@ -117,6 +111,7 @@ class LoraPlan:
     random: whether PEFT initialises factors that the file lacks with random values.
     task: PEFT's task_type; None for one that is not known.
     unread: fields that no release of PEFT reads.
+    parts: modules that the file, and so the config, names as a part of a fused one.
     """
 
     rank: int
@@ -136,6 +131,7 @@ class LoraPlan:
     random: bool
     task: str | None
     unread: tuple[str, ...] = ()
+    parts: Mapping[str, FusedPart] = field(default_factory=dict)
     _ranks: dict[str, int] = field(default_factory=dict, compare=False)
 
     def rank_of(self, module: str) -> int:
@@ -154,18 +150,24 @@ class LoraPlan:
 
     def is_parameter(self, module: str) -> bool:
         """Return whether a module's weight is adapted as a bare parameter."""
-        return self.parameters.include(module + WEIGHT, False)
+        return self.parameters.include(self.path(module) + WEIGHT, False)
+
+    def path(self, module: str) -> str:
+        """Return the path by which file and config name a module."""
+        part = self.parts.get(module)
+        return module if part is None else part.path
 
     def _key(self, module: str) -> str:
         """Return the path that PEFT compares with patterns."""
-        return module + WEIGHT if self.is_parameter(module) else module
+        path = self.path(module)
+        return path + WEIGHT if self.is_parameter(module) else path
 
     def left_out_by(self, module: str, is_linear: bool) -> str | None:
         """Return the field by which PEFT leaves a module out; None for one that is adapted."""
         if self.is_parameter(module):
             return None
         try:
-            return self.targets.left_out_by(module, is_linear)
+            return self.targets.left_out_by(self.path(module), is_linear)
         except PatternError as error:
             refuse(f"target_modules or exclude_modules: {error}; list the names")
 

@@ -56,6 +56,15 @@ RESIDUALS: Mapping[str, str] = {
 }
 """Kinds of init_lora_weights after which the base weights are others, and what A and B start as."""
 
+BESIDE: Mapping[str, str] = {
+    "target_parameters": "on bare parameters",
+    "trainable_token_indices": "with trained tokens",
+    "modules_to_save": "with whole modules",
+    "bias": "with trained biases",
+    "lora_bias": "with biases of B",
+}
+"""Fields that bring more than factors of modules, and what they bring, for people."""
+
 CONVERTED_BY_PEFT = (
     "save it converted to plain LoRA (save_pretrained with "
     "path_initial_model_for_weight_conversion), or serve the changed base as the model and set "
@@ -74,8 +83,13 @@ def kind_name(fields: Mapping[str, object]) -> str:
     tokens = fields.get("alora_invocation_tokens")
     if tokens:
         name = f"aLoRA, activated from the tokens {tokens} on"
+    name += "".join(f", {words}" for field, words in BESIDE.items() if _is_set(fields.get(field)))
     init = fields.get("init_lora_weights")
     return f"{name}, begun as {init}"[:MOST_SHOWN] if isinstance(init, str) else name[:MOST_SHOWN]
+
+
+def _is_set(value: object) -> bool:
+    return bool(value) and value != "none"
 
 
 def files_advice(folder: Path) -> str:

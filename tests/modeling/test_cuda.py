@@ -38,9 +38,12 @@ def _exact_float32() -> Iterator[None]:
 
 
 def make_runner(
-    world: World, dtype: DType = DType.FLOAT32, num_blocks: int | None = 64
+    world: World,
+    dtype: DType = DType.FLOAT32,
+    num_blocks: int | None = 64,
+    kind: tuple[str, str] = ("llama", "gqa"),
 ) -> ModelRunner:
-    model = world.model("llama", "gqa")
+    model = world.model(*kind)
     config = engine_config(
         model,
         model=ModelConfig(id=str(model), dtype=dtype),
@@ -54,15 +57,23 @@ def make_runner(
     return load_paged(config, SingleRank(), pick_device(Device.CUDA)).allocate()
 
 
-def test_greedy_tokens_are_the_oracles(world: World) -> None:
-    runner = make_runner(world)
+KINDS = [
+    (("llama", "gqa"), NAMES),
+    (("llama_tokens", "odd_vocab_tied"), [BASE, "tokens", "embedding", "both", "plain", "head"]),
+    (("gpt2_parameters", "plain"), [BASE, "parameters", "some", "plain"]),
+]
+
+
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")
+@pytest.mark.parametrize(("kind", "names"), KINDS)
+def test_greedy_tokens_are_the_oracles(
+    world: World, kind: tuple[str, str], names: list[str]
+) -> None:
+    runner = make_runner(world, kind=kind)
     poison(runner)
-    folders = [world.adapter("llama", "gqa", name) for name in NAMES]
+    folders = [world.adapter(*kind, name) for name in names]
     place_all(runner, [folder for folder in folders if folder is not None])
-    told = [
-        prompt_truth(world.model("llama", "gqa"), folder, 7 + 4 * i)
-        for i, folder in enumerate(folders)
-    ]
+    told = [prompt_truth(world.model(*kind), folder, 7 + 4 * i) for i, folder in enumerate(folders)]
     requests = [
         Asked(prompt, len(truth.tokens), slot=i - 1, chunk=3 + i, joins_at=i)
         for i, (prompt, truth) in enumerate(told)

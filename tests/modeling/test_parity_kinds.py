@@ -1,14 +1,29 @@
 """Kinds of LoRA that name other things than modules: PEFT's answers, beside plain adapters."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
+from configs.wire.adapters import AdapterError
 from modeling.adapters import peft_tokens
 from modeling.adapters.factor_names import FactorNames, factor_names
+from modeling.adapters.peft import open_adapter
 from modeling.adapters.token_rows import TokenRows
-from tests.modeling.parity import BASE, WHOLE, Setting, World, compare, expect_mismatch
+from modeling.runner.adapter_check import adaptable
+from tests.checkpoints import AdapterRecipe, load_oracle, write_adapter
+from tests.modeling.parity import (
+    BASE,
+    WHOLE,
+    Setting,
+    World,
+    compare,
+    engine_config,
+    expect_mismatch,
+)
+from tests.modeling.test_parity_peft import check_served
 
 # PEFT looks for patterns of parameters among modules, and warns that it found none.
 pytestmark = pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")
@@ -94,3 +109,53 @@ def test_a_transposed_weight_that_is_taken_as_it_lies(
     compare(world, Setting("gpt2_parameters", "plain", 1, ["some"]))
     monkeypatch.setattr("modeling.adapters.peft_adapter.factor_names", straight)
     expect_mismatch(world, Setting("gpt2_parameters", "plain", 1, ["some"]))
+
+
+def write_parts(folder: Path, fused: Path) -> Path:
+    """Write a Phi-3 as a Mistral, whose q, k, v and gate, up are matrices of their own."""
+    phi = load_oracle(fused)
+    names = transformers.MistralConfig().to_dict().keys() - {"architectures", "model_type"}
+    given = {name: value for name, value in phi.config.to_dict().items() if name in names}
+    config = transformers.MistralConfig(**given)
+    heads, kv = config.num_attention_heads, config.num_key_value_heads
+    size = config.hidden_size // heads
+    state = dict(phi.state_dict())
+    for key in list(state):
+        if "qkv_proj" in key:
+            for name, part in zip(
+                "qkv", state.pop(key).split([heads * size, *[kv * size] * 2]), strict=True
+            ):
+                state[key.replace("qkv_proj", f"{name}_proj")] = part.clone()
+        elif "gate_up_proj" in key:
+            for name, part in zip(("gate", "up"), state.pop(key).chunk(2), strict=True):
+                state[key.replace("gate_up_proj", f"{name}_proj")] = part.clone()
+    model = transformers.MistralForCausalLM(config)
+    model.load_state_dict(state)
+    model.save_pretrained(folder)
+    return folder
+
+
+def test_fused_factors_over_parts(world: World, tmp_path: Path) -> None:
+    """PEFT computes over Phi-3, the server over the same weights as a Mistral."""
+    fused = world.model("fused", "phi3")
+    folders = [world.adapter("fused", "phi3", name) for name in ("r8", "columns", "patterns")]
+    recipe = AdapterRecipe(
+        target_modules=(), extra={"target_parameters": ["0.self_attn.qkv_proj.weight"]}, std=0.3
+    )
+    bare = write_adapter(tmp_path / "bare", fused, recipe)
+    made = [*(folder for folder in folders if folder is not None), bare]
+    check_served(write_parts(tmp_path / "parts", fused), made, trained_on=fused)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # PEFT's, of biases
+def test_fused_factors_that_are_not_cut(world: World, tmp_path: Path) -> None:
+    parts = write_parts(tmp_path / "parts", world.model("fused_dora", "phi3"))
+    for name in ("dora", "biased"):
+        folder = world.adapter("fused_dora", "phi3", name)
+        assert folder is not None
+        with pytest.raises(AdapterError, match="serve the base model that it was trained on"):
+            open_adapter(folder, adaptable(engine_config(parts)), 64)
+    apart = write_adapter(tmp_path / "apart", parts)
+    fused = adaptable(engine_config(world.model("fused_dora", "phi3")))
+    with pytest.raises(AdapterError, match="this model has as one, qkv_proj: serve"):
+        open_adapter(apart, fused, 64)

@@ -150,9 +150,13 @@ def plain(**changes: Any) -> LoraConfig:
         return LoraConfig(**{**fields, **changes})
 
 
-def check_served(model: Path, folders: list[Path]) -> None:
-    """All in one batch: tokens and logprobs are PEFT's."""
-    told = [prompt_truth(model, folder, 5 + i % 7) for i, folder in enumerate(folders)]
+def check_served(model: Path, folders: list[Path], trained_on: Path | None = None) -> None:
+    """All in one batch: tokens and logprobs are PEFT's.
+
+    trained_on: another checkpoint of the same weights, over which PEFT computes.
+    """
+    oracle = trained_on or model
+    told = [prompt_truth(oracle, folder, 5 + i % 7) for i, folder in enumerate(folders)]
     config = engine_config(model)
     slots = {"max_device_adapters": len(folders), "device_pages": 4 * len(folders)}
     adapters = config.adapters.model_copy(update=slots)
