@@ -158,7 +158,8 @@ def _refuse_saved(plan: LoraPlan, entry: str, has_ends: bool, can_adapt: bool) -
     refuse(
         f"{field}but for a decoder's classification head (score), only a whole embedding or head "
         "can be, where the server is started with "
-        "adapters.vocabulary true and adapters.vocabulary_copies above 0"
+        "adapters.vocabulary true and adapters.vocabulary_copies above 0; merge other modules into "
+        "the base model"
     )
 
 

@@ -13,7 +13,7 @@ FUSED: Mapping[str, tuple[str, ...]] = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
-"""Fused linear maps whose rows are those of their parts, one part after the other, and the parts.
+"""Fused linear maps and their parts, of which they have the rows, one part after the other.
 Others (query_key_value, c_attn, W_pack, linear_qkv) differ in order from model to model."""
 
 

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from deployments.commands.check import check
 from tests.checkpoints import write_llama
+from tests.modeling.adapters.test_adapters_page import KINDS
 
 MLX = Path(__file__).parents[2] / "sources" / "mlx_lora"
 TARGETS = ["q_proj", "down_proj"]
@@ -96,6 +97,38 @@ def test_what_is_refused_has_its_kind_and_what_to_do(
     said = printed(save(tmp_path / "other", model, config), model, capsys, served=False)
     assert f"refused ({kind})" in said
     assert advice in said
+
+
+SETTINGS: dict[str, dict[str, object]] = {
+    "LoRA on embedding and head": {"vocabulary": True},
+    "whole embedding or head": {"vocabulary": True, "vocabulary_copies": 1},
+}
+SAID = {
+    "trained tokens": "with trained tokens, 2 modules, rank 8, sets 1 rows of tokens",
+    "bare parameters": "on bare parameters, 4 modules",
+    "a bias of B": "with biases of B",
+    "DoRA": "(DoRA, 2 modules",
+    "whole embedding or head": "with whole modules",
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # PEFT's, of configs that no one would train
+def test_every_kind_of_the_page_is_judged_as_it_says(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, config, served, *_ in KINDS:
+        fields = {"target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
+        fields |= json.loads(config.strip("`"))
+        if fields["task_type"] == "SEQ_CLS":  # Another model's, which its own tests judge.
+            continue
+        folder = save(tmp_path / name, model, LoraConfig(**fields))
+        try:
+            check(folder, str(model), SETTINGS.get(name, {}))
+        except typer.Exit:
+            assert served != "yes", capsys.readouterr().out
+        else:
+            assert served == "yes", name
+        assert SAID.get(name, "") in capsys.readouterr().out
 
 
 def test_a_checkpoint_of_nemo_is_known(
