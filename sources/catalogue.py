@@ -51,7 +51,9 @@ def read_catalogue(
     if not path.is_dir():
         entries = parse_catalogue(read_text(path, MAX_CONFIG_BYTES))
         return _listing(entries, {})
-    folders = [child for child in sorted(path.iterdir()) if (child / CONFIG_NAME).is_file()]
+    # A tool that writes an adapter beside its final folder hides it until then.
+    shown = (child for child in sorted(path.iterdir()) if not child.name.startswith("."))
+    folders = [child for child in shown if (child / CONFIG_NAME).is_file()]
     found = {folder.name: CatalogueEntry(adapter=reference(folder)) for folder in folders}
     versions = {folder.name: _version(folder) for folder in folders}
     extras = path / FILE_NAME

@@ -57,10 +57,9 @@ class LocalSource:
         return None
 
     def listing(self) -> list[str]:
-        """Return the ids of the adapters directly under the roots."""
-        return sorted(
-            path.parent.name for root in self._roots for path in root.glob(f"*/{CONFIG_NAME}")
-        )
+        """Return the ids of the adapters directly under the roots, hidden folders left out."""
+        found = (path for root in self._roots for path in root.glob(f"*/{CONFIG_NAME}"))
+        return sorted(path.parent.name for path in found if not path.parent.name.startswith("."))
 
     def _find(self, name: str) -> tuple[Path, Path]:
         """Return the root and the folder of an id; AdapterError if there is none."""

@@ -101,8 +101,10 @@ def test_a_folders_adapters_come_change_and_go(root: Path) -> None:
         catalogue.adapter("poet", "1")
         catalogue.adapter("sql", "1")
         catalogue.write(sql={"pinned": True, "share": {"max_concurrent": 3}})
+        shutil.copytree(catalogue.folder / "sql", catalogue.folder / ".half")
         await catalogue.look()
         assert {"poet", "sql"} <= await catalogue.names()
+        assert ".half" not in await catalogue.names()
         assert await catalogue.pinned() == {"sql"}
         first = await catalogue.answer("sql")
         assert first == catalogue.wanted("sql")
