@@ -83,10 +83,8 @@ def load_model(config: EngineConfig, group: TensorParallel, device: torch.device
         dtype = _dtype(config.model.dtype, architecture, stored_dtype(source, folder))
         if config.cache.dtype is CacheDType.FP8:
             scales = stored_scales(source, architecture.num_layers)
-    find_format = format_of_dummies if is_dummy else linear_format
-    form = find_format(architecture.quantisation, config.model.quantize)
-    if form is not None and device.type == "cuda":
-        raise ValueError("quantised models are not served on GPUs yet: set device to cpu")
+    chosen = format_of_dummies if is_dummy else linear_format
+    form = chosen(architecture.quantisation, config.model.quantize)
     model = build_model(architecture, Weights(source, group, dtype, device, form))
     if config.adapters.enabled and config.adapters.vocabulary:
         model.adapt_vocabulary(whole_ends=config.adapters.vocabulary_copies > 0)
