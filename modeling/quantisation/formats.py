@@ -16,6 +16,7 @@ from modeling.quantisation.bits_and_bytes import (
 )
 from modeling.quantisation.fp8 import round_blocks, round_rows
 from modeling.quantisation.integers import round_groups
+from modeling.quantisation.products import SIZES
 from modeling.quantisation.stored_fp8 import SCALES, read_fp8, read_fp8_blocks
 from modeling.quantisation.stored_integers import read_awq, read_gptq, read_packed
 from sharding.linear import read_dense
@@ -35,9 +36,6 @@ _STORED: dict[WeightFormat, tuple[Reader, tuple[str, ...]]] = {
     WeightFormat.INT8: (read_int8, ("SCB",)),
 }
 """How to read a format, and the tensors that show that a map is stored in it."""
-
-FP8_SIZES = 16
-"""GPUs multiply fp8 matrices whose sizes are multiples of it; others stay as they are."""
 
 
 class StoredFormat:
@@ -69,7 +67,7 @@ class Fp8AtLoad:
     def read(self, weights: Weights, parts: Sequence[LinearPart]) -> LinearWeight:
         """Read maps that share their input, and round them."""
         dense = read_dense(weights, parts)
-        if any(size % FP8_SIZES for part in parts for size in part.shape):
+        if any(size % SIZES for part in parts for size in part.shape):
             return dense
         return round_rows(dense.matrix, _largest(weights, parts, dense.matrix), weights.dtype)
 

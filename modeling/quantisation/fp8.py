@@ -16,6 +16,7 @@ from modeling.quantisation.activations import (
     to_fp8,
 )
 from modeling.quantisation.base import QuantisedWeight
+from modeling.quantisation.products import BLOCK, SIZES, gpu_products
 from sharding.linear_weight import LinearWeight
 
 _ROUNDED_AT_ONCE = 2**24
@@ -65,6 +66,14 @@ class Fp8Weight(QuantisedWeight):
             return rounded(x, self.input_scale)
         return rounded_by_token(x)
 
+    def forward(self, x: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+        """x W^T + bias."""
+        gpu = gpu_products(x)
+        fits = not any(size % SIZES for size in self.shape)
+        if gpu is None or not fits or self.activations is Activations.NONE:
+            return super().forward(x, bias, out)
+        return gpu.fp8(x, self.codes, self.scales, bias, out, self.input_scale)
+
     def __getitem__(self, rows: slice) -> Tensor:
         """Return some rows in `dtype`."""
         return (self.codes[rows].float() * self.scales[rows]).to(self.dtype)
@@ -100,6 +109,12 @@ class BlockFp8Weight(QuantisedWeight):
         self.group_of = self.keep(group_of)
         self.group = group
         self.activations = activations
+        # What a GPU multiplies with: whole blocks, which parts of maps may not have.
+        self.blocks = None
+        if group == BLOCK and activations is Activations.GROUP and not codes.shape[0] % BLOCK:
+            by_block = scales.view(-1, BLOCK, scales.shape[1])
+            if bool((by_block == by_block[:, :1]).all()):
+                self.blocks = self.keep(by_block[:, 0].contiguous())
         self.input_scale = None if input_scale is None else self.keep(input_scale)
 
     @property
@@ -122,6 +137,13 @@ class BlockFp8Weight(QuantisedWeight):
         if self.activations is Activations.GROUP:
             return rounded_by_group(x, self.group)
         return x if self.input_scale is None else rounded(x, self.input_scale)
+
+    def forward(self, x: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+        """x W^T + bias."""
+        gpu = gpu_products(x)
+        if gpu is None or self.blocks is None:
+            return super().forward(x, bias, out)
+        return gpu.fp8_blocks(x, self.codes, self.blocks, bias, out)
 
     def __getitem__(self, rows: slice) -> Tensor:
         """Return some rows in `dtype`."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from modeling.quantisation.base import QuantisedWeight
+from modeling.quantisation.products import gpu_products
 from sharding.linear_weight import LinearWeight
 
 
@@ -23,7 +24,8 @@ class Groups:
     scales: [out, groups].
     zeros: uint8 [out, groups]; None where `middle` is every zero point, or there is none.
     group_of: int64 [in], the group of each input.
-    size: inputs of each group, where these are whole and in order; None where they are not.
+    size: inputs of each group, where all have as many; None where they do not.
+    order: int64 [in], the inputs in the order of their groups; None where they are in it.
     middle: the zero point of all.
     """
 
@@ -31,6 +33,7 @@ class Groups:
     zeros: Tensor | None
     group_of: Tensor
     size: int | None
+    order: Tensor | None = None
     middle: int = 0
 
 
@@ -39,14 +42,16 @@ def local_groups(scales: Tensor, zeros: Tensor | None, group_of: Tensor, middle:
 
     group_of: int64 [this rank's inputs], in all groups.
     """
-    used, own = torch.unique(group_of, return_inverse=True)
-    size, rest = divmod(len(own), max(len(used), 1))
-    regular = torch.arange(len(own), device=own.device) // max(size, 1)
+    used, own, counts = torch.unique(group_of, return_inverse=True, return_counts=True)
+    sizes = set(counts.tolist())
+    ordered = bool((own[1:] >= own[:-1]).all())
     return Groups(
         scales[:, used].contiguous(),
         None if zeros is None else zeros[:, used].contiguous(),
         own,
-        size if not rest and torch.equal(own, regular) else None,
+        sizes.pop() if len(sizes) == 1 else None,
+        # Act-order: kernels read a group's inputs side by side.
+        None if ordered else torch.argsort(own, stable=True),
         middle,
     )
 
@@ -64,7 +69,7 @@ def unpack(packed: Tensor) -> Tensor:
 class IntegerWeight(QuantisedWeight):
     """Codes, and what groups of them share.
 
-    codes: uint8 [out, in / 2] of 4 bits, see `pack`, or [out, in] of 8.
+    codes: uint8 [out, in / 2] of 4 bits, see `pack`, or [out, in] of 8, in the groups' order.
     """
 
     def __init__(
@@ -77,6 +82,9 @@ class IntegerWeight(QuantisedWeight):
     ) -> None:
         """codes: uint8 [out, in], not packed. table: [2 ** bits], what a code stands for."""
         super().__init__((codes.shape[0], codes.shape[1]), dtype)
+        self.order = None if groups.order is None else self.keep(groups.order)
+        if groups.order is not None:
+            codes = codes[:, groups.order]
         is_packed = bits == 4 and codes.shape[1] % 2 == 0
         self.is_packed = is_packed
         self.bits = bits
@@ -107,6 +115,15 @@ class IntegerWeight(QuantisedWeight):
         codes = torch.cat([part._unpacked(slice(None)) for part in parts])
         return type(self)(codes, groups, self.bits, self.dtype, self.table)
 
+    def forward(self, x: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+        """x W^T + bias."""
+        gpu, size = gpu_products(x), self._groups.size
+        if gpu is None or not self.is_packed or size is None or size % 2 or self.table is not None:
+            return super().forward(x, bias, out)
+        own = x if self.order is None else x.index_select(1, self.order)
+        middle = self._groups.middle
+        return gpu.integers(own, self.codes, self.scales, self.zeros, middle, size, bias, out)
+
     def __getitem__(self, rows: slice) -> Tensor:
         """Return some rows in `dtype`."""
         codes, scales = self._unpacked(rows), self.scales[rows]
@@ -120,7 +137,9 @@ class IntegerWeight(QuantisedWeight):
         return (values * scales[:, self.group_of]).to(self.dtype)
 
     def _unpacked(self, rows: slice) -> Tensor:
-        return unpack(self.codes[rows]) if self.is_packed else self.codes[rows]
+        """Return some rows' codes in the order of the inputs."""
+        codes = unpack(self.codes[rows]) if self.is_packed else self.codes[rows]
+        return codes if self.order is None else codes[:, torch.argsort(self.order)]
 
     def _grouped_like(self, other: "IntegerWeight") -> bool:
         return (

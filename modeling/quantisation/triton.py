@@ -22,11 +22,14 @@ Pointer = Any
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _by_token(
-    x: "Pointer", codes: "Pointer", scales: "Pointer",
+    x: "Pointer", given: "Pointer", codes: "Pointer", scales: "Pointer",
     most: float, smallest: float,
-    size: tl.constexpr, width: tl.constexpr, PDL: tl.constexpr,
+    size: tl.constexpr, width: tl.constexpr, IS_GIVEN: tl.constexpr, PDL: tl.constexpr,
 ) -> None:
-    """codes = x / scale, scale = max |x| / most, of one row; width: the power of two over size."""
+    """codes = x / scale, scale = max |x| / most, of one row; width: the power of two over size.
+
+    IS_GIVEN: the scale is `given`, of all rows.
+    """
     if PDL:
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
@@ -35,8 +38,11 @@ def _by_token(
     if PDL:
         gdc_wait()
     values = tl.load(x + row * size + columns, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.div_rn(tl.max(tl.abs(values), axis=0), most)
-    scale = tl.where(scale == 0, smallest, scale)
+    if IS_GIVEN:
+        scale = tl.load(given)
+    else:
+        scale = tl.div_rn(tl.max(tl.abs(values), axis=0), most)
+        scale = tl.where(scale == 0, smallest, scale)
     found = tl.minimum(tl.maximum(tl.div_rn(values, scale), -most), most)
     tl.store(codes + row * size + columns, found.to(tl.float8e4nv), mask=inside)
     tl.store(scales + row, scale)
@@ -65,14 +71,38 @@ def _by_group(
     tl.store(scales + group * rows + row, scale, mask=group < groups)
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _dequantise(
+    codes: "Pointer", scales: "Pointer", zeros: "Pointer", y: "Pointer",
+    INPUTS: tl.constexpr, GROUP: tl.constexpr, MIDDLE: tl.constexpr, HAS_ZEROS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """y = (code - zero) * scale for BLOCK bytes of one row, of two codes each."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < INPUTS // 2
+    packed = tl.load(codes + row * (INPUTS // 2) + at, mask=inside, other=0)
+    group = row * (INPUTS // GROUP) + 2 * at // GROUP
+    factors = tl.load(scales + group, mask=inside, other=0.0).to(tl.float32)
+    middle = tl.full([BLOCK], MIDDLE, tl.float32)
+    if HAS_ZEROS:
+        middle = tl.load(zeros + group, mask=inside, other=0).to(tl.float32)
+    low = ((packed & 15).to(tl.float32) - middle) * factors
+    high = ((packed >> 4).to(tl.float32) - middle) * factors
+    both = tl.interleave(low, high)
+    place = tl.program_id(1) * 2 * BLOCK + tl.arange(0, 2 * BLOCK)
+    tl.store(y + row * INPUTS + place, both.to(y.dtype.element_ty), mask=place < INPUTS)
+
+
 # fmt: on
 
 _token = Launcher(_by_token)
 _group = Launcher(_by_group)
+_numbers = Launcher(_dequantise)
 
 
-def by_token(x: Tensor) -> tuple[Tensor, Tensor]:
-    """`activations.by_token` of a contiguous x on a GPU."""
+def by_token(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """`activations.by_token` of a contiguous x on a GPU; scale: of all tokens, float32 [1]."""
     rows, size = x.shape
     codes = torch.empty(rows, size, dtype=FP8, device=x.device)
     scales = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
@@ -80,10 +110,10 @@ def by_token(x: Tensor) -> tuple[Tensor, Tensor]:
         return codes, scales
     width, dependent = triton.next_power_of_2(size), has_dependent_launch(x.device)
     _token(
-        (x.device, x.dtype, size, aligned(x, codes, scales)),
+        (x.device, x.dtype, size, aligned(x, codes, scales), scale is None),
         (rows,),
-        (x, codes, scales, LARGEST, SMALLEST),
-        {"size": size, "width": width, "PDL": dependent},
+        (x, scales if scale is None else scale, codes, scales, LARGEST, SMALLEST),
+        {"size": size, "width": width, "IS_GIVEN": scale is not None, "PDL": dependent},
         {"num_warps": min(16, max(1, width // 512)), **launch_options(dependent)},
     )
     return codes, scales
@@ -106,3 +136,20 @@ def by_group(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
         {"num_warps": 4, **launch_options(dependent)},
     )
     return codes, scales.t()
+
+
+def dequantise(
+    codes: Tensor, scales: Tensor, zeros: Tensor | None, middle: int, group: int, y: Tensor
+) -> Tensor:
+    """Write packed codes [out, in / 2] as numbers into y [out, in], a contiguous one."""
+    outputs, inputs = y.shape
+    block = min(1024, triton.next_power_of_2(inputs // 2))
+    _numbers(
+        (y.device, y.dtype, scales.dtype, inputs, group, middle, zeros is None, aligned(codes, y)),
+        (outputs, -(-inputs // (2 * block))),
+        (codes, scales, codes if zeros is None else zeros, y),
+        {"INPUTS": inputs, "GROUP": group, "MIDDLE": middle, "HAS_ZEROS": zeros is not None,
+         "BLOCK": block},
+        {"num_warps": 4},
+    )  # fmt: skip
+    return y

@@ -1,0 +1,81 @@
+"""Products with quantised weights on GPUs, by torch's library and by kernels of ours."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.functional import ScalingType, scaled_mm
+
+from modeling.quantisation import triton, triton_product
+from modeling.quantisation.products import BLOCK
+
+
+def fp8(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    out: Tensor | None,
+    input_scale: Tensor | None,
+) -> Tensor:
+    """See `GpuProducts.fp8`."""
+    rounded, own = triton.by_token(x.contiguous(), input_scale)
+    cut = triton_product.cut_of(triton_product.FP8_CUTS, len(x))
+    if cut is not None:
+        y = x.new_empty(len(x), len(codes)) if out is None else out
+        return triton_product.fp8_product(rounded, own, codes, scales, bias, y, cut)
+    row = ScalingType.RowWise
+    # Sums of few products in fp8's own accumulators are what the tensor cores do fastest.
+    y = scaled_mm(
+        rounded,
+        codes.t(),
+        own,
+        row,
+        scales.t(),
+        row,
+        bias=bias,
+        output_dtype=x.dtype,
+        use_fast_accum=True,
+    )
+    return y if out is None else out.copy_(y)
+
+
+def fp8_blocks(
+    x: Tensor, codes: Tensor, blocks: Tensor, bias: Tensor | None, out: Tensor | None
+) -> Tensor:
+    """See `GpuProducts.fp8_blocks`."""
+    rounded, own = triton.by_group(x.contiguous(), BLOCK)
+    y = scaled_mm(
+        rounded,
+        codes.t(),
+        own,
+        ScalingType.BlockWise1x128,
+        blocks.t(),
+        ScalingType.BlockWise128x128,
+        output_dtype=x.dtype,
+    )
+    if bias is not None:
+        y = y + bias
+    return y if out is None else out.copy_(y)
+
+
+def integers(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    middle: int,
+    group: int,
+    bias: Tensor | None,
+    out: Tensor | None,
+) -> Tensor:
+    """See `GpuProducts.integers`."""
+    outputs, inputs = len(codes), x.shape[1]
+    cut = triton_product.cut_of(triton_product.INTEGER_CUTS, len(x))
+    if cut is not None and triton_product.takes_groups(cut, group):
+        y = x.new_empty(len(x), outputs) if out is None else out
+        x = x.contiguous()
+        return triton_product.integer_product(x, codes, scales, zeros, middle, group, bias, y, cut)
+    weight = torch.empty(outputs, inputs, dtype=x.dtype, device=x.device)
+    triton.dequantise(codes, scales, zeros, middle, group, weight)
+    y = F.linear(x, weight, bias)
+    return y if out is None else out.copy_(y)

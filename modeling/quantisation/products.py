@@ -1,0 +1,57 @@
+"""Which products with quantised weights a device has; where it has none, the reference serves."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger("loray.modeling")
+
+BLOCK = 128
+"""Outputs and inputs of a block of fp8 that GPUs multiply; others are served by the reference."""
+
+SIZES = 16
+"""GPUs multiply fp8 matrices whose sizes are multiples of it."""
+
+_CAPABILITY = (9, 0)
+"""Of GPUs on which torch multiplies fp8 matrices with scales of rows and of blocks."""
+
+
+@dataclass(frozen=True)
+class GpuProducts:
+    """x W^T + bias of x [tokens, in]; the result is in `out`, where that is given.
+
+    fp8: (x, codes, scales, bias, out, scale of all inputs or None), as Fp8Weight has them.
+    fp8_blocks: (x, codes, scales of blocks [out / 128, in / 128], bias, out).
+    integers: (x, packed codes, scales, zeros or None, middle, inputs of a group, bias, out), of 4
+    bits, as IntegerWeight has them.
+    """
+
+    fp8: Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None], Tensor]
+    fp8_blocks: Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
+    integers: Callable[
+        [Tensor, Tensor, Tensor, Tensor | None, int, int, Tensor | None, Tensor | None], Tensor
+    ]
+
+
+def gpu_products(x: Tensor) -> GpuProducts | None:
+    """Return what multiplies x [tokens, in] in half precision on its GPU; None elsewhere."""
+    half = x.dtype in (torch.bfloat16, torch.float16)
+    return _of_device(x.device) if x.is_cuda and x.dim() == 2 and half and len(x) else None
+
+
+@cache
+def _of_device(device: torch.device) -> GpuProducts | None:
+    if torch.cuda.get_device_capability(device) < _CAPABILITY:
+        logger.warning("quantised weights are slow here: %s is older than Hopper", device)
+        return None
+    try:
+        # Here, not above: Triton comes with CUDA builds of torch only.
+        from modeling.quantisation import gpu
+    except ImportError as error:
+        logger.warning("quantised weights are slow here: %s", error)
+        return None
+    return GpuProducts(gpu.fp8, gpu.fp8_blocks, gpu.integers)
