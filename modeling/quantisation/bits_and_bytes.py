@@ -90,7 +90,7 @@ def round_int8(
 def round_nf4(matrix: Tensor, dtype: torch.dtype) -> IntegerWeight:
     """Round a matrix [out, in] to nf4 by the package; in: a multiple of 64."""
     functional = _package()
-    packed, state = functional.quantize_4bit(matrix.contiguous(), BLOCK, quant_type="nf4")
+    packed, state = functional.quantize_4bit(matrix.contiguous(), blocksize=BLOCK, quant_type="nf4")
     return _four_bits(packed, state.absmax, state.code, tuple(matrix.shape), BLOCK, dtype)
 
 

@@ -95,7 +95,7 @@ def clear_answer(model: Any, length: int) -> tuple[list[int], list[int]]:
     """A prompt and its continuation, of which every token leads by MIN_MARGIN."""
     for seed in range(40):
         generator = torch.Generator().manual_seed(seed)
-        prompt: list[int] = torch.randint(3, 96, (length,), generator=generator).tolist()
+        prompt: list[int] = torch.randint(3, 64, (length,), generator=generator).tolist()
         tokens, logits = oracle_answer(model, prompt, NUM_TOKENS)
         best = logits.topk(2).values
         if float((best[:, 0] - best[:, 1]).min()) >= MIN_MARGIN and len(set(tokens)) > 2:

@@ -1,0 +1,92 @@
+"""GPTQ's and AWQ's files, written by the package gptqmodel 7.7 and read by us.
+
+checkpoints/ has one tiny Llama for each: model.safetensors is what the package packed, and
+numbers.safetensors what its own function makes of it again, in float16. (It is not a dependency:
+it would change the version of torch.)
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from configs.architectures.select import load_architecture
+from modeling.quantisation.formats import StoredFormat
+from modeling.quantisation.integers import IntegerWeight
+from sharding.checkpoint import SafetensorsCheckpoint
+from sharding.group import SingleRank
+from sharding.linear_weight import LinearPart, LinearWeight
+from sharding.loader import Weights
+from tests.checkpoints import AdapterRecipe, load_oracle, write_adapter, write_llama
+from tests.modeling.quantisation.quantised import compare
+
+CHECKPOINTS = Path(__file__).parent / "checkpoints"
+NAMES = ("gptq", "gptq_act_order", "awq")
+
+
+def read(folder: Path, *parts: LinearPart) -> LinearWeight:
+    how = load_architecture(folder).quantisation
+    assert how is not None
+    source = SafetensorsCheckpoint(folder)
+    weights = Weights(source, SingleRank(), torch.float16, torch.device("cpu"))
+    return StoredFormat(how).read(weights, parts)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_numbers_are_the_packages_own(name: str) -> None:
+    """Exactly, and of any rows and columns: of those that begin within a word or a group too."""
+    folder = CHECKPOINTS / name
+    for module, numbers in load_file(folder / "numbers.safetensors").items():
+        outputs, inputs = shape = (numbers.shape[0], numbers.shape[1])
+        for rows, columns in (
+            (((0, outputs),), ((0, inputs),)),
+            (((3, 14), (20, outputs)), ((0, inputs),)),
+            (((0, outputs),), ((5, 30), (40, 43), (inputs - 9, inputs))),
+            (((8, 16),), ((inputs // 2, inputs),)),
+        ):
+            part = LinearPart(module.removesuffix(".weight"), shape, rows, columns)
+            found = read(folder, part)
+            assert isinstance(found, IntegerWeight)
+            wanted = torch.cat([numbers[a:b] for a, b in rows])
+            wanted = torch.cat([wanted[:, a:b] for a, b in columns], dim=1)
+            assert torch.equal(found[:], wanted)
+            x = torch.randn(3, wanted.shape[1]).half()
+            assert torch.equal(found(x, None), x @ wanted.t())
+
+
+def test_maps_of_one_input_are_one_weight_where_they_share_their_order() -> None:
+    def part(name: str, outputs: int) -> LinearPart:
+        path = f"model.layers.0.self_attn.{name}"
+        return LinearPart(path, (outputs, 64), ((0, outputs),), ((0, 64),))
+
+    for name in NAMES:
+        found = read(CHECKPOINTS / name, part("q_proj", 64), part("k_proj", 32))
+        assert isinstance(found, IntegerWeight)
+        assert found.shape == (96, 64)
+        numbers = load_file(CHECKPOINTS / name / "numbers.safetensors")
+        wanted = [
+            numbers[f"model.layers.0.self_attn.{each}.weight"] for each in ("q_proj", "k_proj")
+        ]
+        assert torch.equal(found[:], torch.cat(wanted))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_tokens(tmp_path: Path, name: str, ranks: int) -> None:
+    """Those of transformers with the package's numbers as its weights."""
+    folder = CHECKPOINTS / name
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 1,
+        "num_key_value_heads": 2,
+        "vocab_size": 64,
+    }
+    dense = write_llama(tmp_path / "dense", **sizes)
+    oracle = load_oracle(dense)
+    stored = load_file(folder / "model.safetensors") | load_file(folder / "numbers.safetensors")
+    state = {key: stored[key].float() for key in oracle.state_dict()}
+    oracle.load_state_dict(state)
+    adapter = write_adapter(tmp_path / "adapter", dense, AdapterRecipe(r=4, std=0.2))
+    compare(folder, [adapter], oracle, ranks, dtype="float32")
