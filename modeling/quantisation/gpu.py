@@ -43,7 +43,13 @@ def fp8_blocks(
     x: Tensor, codes: Tensor, blocks: Tensor, bias: Tensor | None, out: Tensor | None
 ) -> Tensor:
     """See `GpuProducts.fp8_blocks`."""
-    rounded, own = triton.by_group(x.contiguous(), BLOCK)
+    cut = triton_product.cut_of(triton_product.FP8_CUTS, len(x))
+    if cut is not None:
+        rounded, own = triton.by_group(x.contiguous(), BLOCK)
+        y = x.new_empty(len(x), len(codes)) if out is None else out
+        return triton_product.fp8_product(rounded, own, codes, blocks, bias, y, cut, BLOCK)
+    # The library takes no other number of tokens.
+    rounded, own = triton.by_group(F.pad(x, (0, 0, 0, -len(x) % 4)).contiguous(), BLOCK)
     y = scaled_mm(
         rounded,
         codes.t(),
@@ -52,7 +58,7 @@ def fp8_blocks(
         blocks.t(),
         ScalingType.BlockWise128x128,
         output_dtype=x.dtype,
-    )
+    )[: len(x)]
     if bias is not None:
         y = y + bias
     return y if out is None else out.copy_(y)

@@ -60,7 +60,10 @@ class ProductCut:
 
 
 FP8_CUTS = (ProductCut(16, 64, 256, 4, 4), ProductCut(64, 64, 128, 4, 5))
-INTEGER_CUTS = (ProductCut(16, 64, 128, 4, 4), ProductCut(64, 64, 128, 4, 4))
+INTEGER_CUTS = (ProductCut(16, 128, 128, 8, 4), ProductCut(64, 128, 128, 8, 3))
+
+RAISED = {torch.bfloat16: (128, 0x4300), torch.float16: (1024, 0x6400)}
+"""Numbers, and their bits, of which the lowest four are the lowest four of a whole number."""
 
 # Arguments are grouped by what they describe; a line for each would hide the kernels.
 # fmt: off
@@ -117,9 +120,13 @@ def _fp8(
     y: "Pointer", sums: "Pointer", arrived: "Pointer",
     num_rows: int, num_outputs: int, y_stride: int,
     INPUTS: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    SHARES: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
+    GROUP: tl.constexpr, SHARES: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
 ) -> None:
-    """One block of outputs, all tokens, one share of the inputs; x: codes [tokens, INPUTS]."""
+    """One block of outputs, all tokens, one share of the inputs; x: codes [tokens, INPUTS].
+
+    GROUP: inputs that share a scale, of which BLOCK_K are; scales are then [blocks, groups] of W
+    and [groups, tokens] of x. 0: all do.
+    """
     if PDL:
         gdc_launch_dependents()
     num_blocks = tl.num_programs(0) // SHARES
@@ -132,7 +139,8 @@ def _fp8(
     start = share * width
     w_rows = codes + tl.minimum(n, num_outputs - 1).to(tl.int64) * INPUTS + start
     x_rows = x + m.to(tl.int64) * INPUTS + start
-    factors = tl.load(scales + n, mask=inside, other=0.0)
+    if GROUP == 0:
+        factors = tl.load(scales + n, mask=inside, other=0.0)
     if PDL:
         ahead = tl.minimum(tl.arange(0, 4) * 128, width - 1)
         _prefetch(w_rows[:, None] + ahead[None, :])
@@ -147,10 +155,17 @@ def _fp8(
         else:
             w_tile = tl.load(w_rows[:, None] + at[None, :])
         x_tile = tl.load(x_rows[None, :] + at[:, None], mask=x_mask, other=0.0)
-        acc = tl.dot(w_tile, x_tile, acc)
-    tokens = tl.load(x_scales + m, mask=live, other=0.0)
+        if GROUP == 0:
+            acc = tl.dot(w_tile, x_tile, acc)
+        else:
+            group = (start + k0) // GROUP
+            own = tl.load(scales + n // GROUP * (INPUTS // GROUP) + group, mask=inside, other=0.0)
+            tokens = tl.load(x_scales + group * num_rows + m, mask=live, other=0.0)
+            acc += tl.dot(w_tile, x_tile) * own[:, None] * tokens[None, :]
+    if GROUP == 0:
+        acc *= factors[:, None] * tl.load(x_scales + m, mask=live, other=0.0)[None, :]
     _store(
-        acc * factors[:, None] * tokens[None, :], y, bias, sums, arrived, block, share,
+        acc, y, bias, sums, arrived, block, share,
         num_blocks, m, n, live, inside, y_stride, ROWS, BLOCK_N, SHARES, HAS_BIAS,
     )
 
@@ -161,45 +176,51 @@ def _integers(
     y: "Pointer", sums: "Pointer", arrived: "Pointer",
     num_rows: int, num_outputs: int, x_stride: int, y_stride: int,
     INPUTS: tl.constexpr, GROUP: tl.constexpr, MIDDLE: tl.constexpr, HAS_ZEROS: tl.constexpr,
+    RAISED: tl.constexpr, BITS: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SHARES: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
 ) -> None:
-    """The same with codes of 4 bits, two in a byte; BLOCK_K divides GROUP, and GROUP a share."""
+    """The same with codes of 4 bits, four in a word; BLOCK_K divides GROUP, and GROUP a share.
+
+    BITS: of the number RAISED in x's type. A code in its lowest bits adds to it, so no conversion
+    is needed; what all codes are raised by leaves the sum with the zero points.
+    """
     if PDL:
         gdc_launch_dependents()
     num_blocks = tl.num_programs(0) // SHARES
     block, share = tl.program_id(0) % num_blocks, tl.program_id(0) // num_blocks
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.arange(0, ROWS)
-    half = tl.arange(0, BLOCK_K // 2)
+    word = tl.arange(0, BLOCK_K // 4)
     inside, live = n < num_outputs, m < num_rows
     width: tl.constexpr = INPUTS // SHARES
     start = share * width
     row = tl.minimum(n, num_outputs - 1).to(tl.int64)
-    w_rows = codes + row * (INPUTS // 2) + start // 2
+    w_rows = codes + row * (INPUTS // 4) + start // 4
     s_rows = scales + row * (INPUTS // GROUP)
     z_rows = zeros + row * (INPUTS // GROUP)
     x_rows = x + m.to(tl.int64) * x_stride + start
     if PDL:
-        ahead = tl.minimum(tl.arange(0, 2) * 128, width // 2 - 1)
+        ahead = tl.minimum(tl.arange(0, 2) * 64, width // 4 - 1)
         _prefetch(w_rows[:, None] + ahead[None, :])
         gdc_wait()
     acc = tl.zeros([BLOCK_N, ROWS], dtype=tl.float32)
     for k0 in range(0, width, BLOCK_K):
-        packed = tl.load(w_rows[:, None] + (k0 // 2 + half)[None, :])
+        words = tl.load(w_rows[:, None] + (k0 // 4 + word)[None, :])
         group = (start + k0) // GROUP
         factors = tl.load(s_rows + group).to(tl.float32)
-        even = tl.load(x_rows[None, :] + (k0 + 2 * half)[:, None], mask=live[None, :], other=0.0)
-        odd = tl.load(x_rows[None, :] + (k0 + 1 + 2 * half)[:, None], mask=live[None, :], other=0.0)
-        low, high = (packed & 15).to(tl.int8), (packed >> 4).to(tl.int8)
+        middle = tl.full([BLOCK_N], RAISED + MIDDLE, tl.float32)
         if HAS_ZEROS:
-            middle = tl.load(z_rows + group).to(tl.int8)[:, None]
-            low, high = low - middle, high - middle
-        else:
-            low, high = low - MIDDLE, high - MIDDLE
-        part = tl.dot(low.to(x.dtype.element_ty), even)
-        part = tl.dot(high.to(x.dtype.element_ty), odd, part)
-        acc += part * factors[:, None]
+            middle = tl.load(z_rows + group).to(tl.float32) + RAISED
+        part = tl.zeros([BLOCK_N, ROWS], dtype=tl.float32)
+        total = tl.zeros([ROWS], dtype=tl.float32)
+        for place in tl.static_range(4):
+            at = k0 + place + 4 * word
+            x_tile = tl.load(x_rows[None, :] + at[:, None], mask=live[None, :], other=0.0)
+            raised = ((words >> (4 * place)) & 15) | BITS
+            part = tl.dot(raised.to(tl.int16).to(x.dtype.element_ty, bitcast=True), x_tile, part)
+            total += tl.sum(x_tile.to(tl.float32), axis=0)
+        acc += (part - middle[:, None] * total[None, :]) * factors[:, None]
     _store(
         acc, y, bias, sums, arrived, block, share,
         num_blocks, m, n, live, inside, y_stride, ROWS, BLOCK_N, SHARES, HAS_BIAS,
@@ -227,7 +248,7 @@ def cut_of(cuts: tuple[ProductCut, ...], rows: int) -> ProductCut | None:
 def takes_groups(cut: ProductCut, group: int) -> bool:
     """Return whether tiles lie in groups of so many inputs: a tile's width is a power of two."""
     wide = min(cut.inputs, group)
-    return wide >= 32 and wide & (wide - 1) == 0 and group % wide == 0
+    return wide >= 64 and wide & (wide - 1) == 0 and group % wide == 0
 
 
 def fp8_product(
@@ -238,8 +259,13 @@ def fp8_product(
     bias: Tensor | None,
     y: Tensor,
     cut: ProductCut,
+    group: int = 0,
 ) -> Tensor:
-    """Write the product of fp8 x [tokens, in] and codes [out, in] into y [tokens, out]."""
+    """Write the product of fp8 x [tokens, in] and codes [out, in] into y [tokens, out].
+
+    group: outputs and inputs of a block of the codes that has a scale, of which x's groups of
+    inputs have one too; x_scales: [tokens, groups], a group's side by side. 0: there are none.
+    """
     (rows, inputs), outputs = x.shape, len(codes)
     shares, dependent = cut.shares(outputs, inputs), has_dependent_launch(x.device)
     sums, arrived = _memory(x.device, torch.cuda.current_stream(x.device).cuda_stream)
@@ -247,12 +273,12 @@ def fp8_product(
     height = max(16, triton.next_power_of_2(rows))
     _launch_fp8(
         (x.device, y.dtype, inputs, outputs, height, cut, shares, bias is None,
-         aligned(x, codes, y), y.stride(0)),
+         aligned(x, codes, y), y.stride(0), group),
         (blocks * shares,),
         (x, x_scales, codes, scales, y if bias is None else bias, y, sums, arrived, rows, outputs,
          y.stride(0)),
-        {"INPUTS": inputs, "ROWS": height, "BLOCK_N": cut.outputs, "BLOCK_K": cut.inputs,
-         "SHARES": shares, "HAS_BIAS": bias is not None, "PDL": dependent},
+        {"INPUTS": inputs, "ROWS": height, "BLOCK_N": cut.outputs,
+         "BLOCK_K": group or cut.inputs, "GROUP": group, "SHARES": shares, "HAS_BIAS": bias is not None, "PDL": dependent},
         {"num_warps": cut.warps, "num_stages": cut.stages, **launch_options(dependent)},
     )  # fmt: skip
     return y
@@ -276,16 +302,18 @@ def integer_product(
     while inputs % (shares * group):
         shares //= 2
     wide = min(cut.inputs, group)
+    raised, raised_bits = RAISED[x.dtype]
+    words = codes.view(torch.int16)
     sums, arrived = _memory(x.device, torch.cuda.current_stream(x.device).cuda_stream)
     height = max(16, triton.next_power_of_2(rows))
     _launch_integers(
         (x.device, x.dtype, y.dtype, inputs, outputs, height, cut, shares, bias is None, group,
          middle, zeros is None, scales.dtype, aligned(x, codes, y), x.stride(0), y.stride(0)),
         (-(-outputs // cut.outputs) * shares,),
-        (x, codes, scales, codes if zeros is None else zeros, y if bias is None else bias, y, sums,
+        (x, words, scales, codes if zeros is None else zeros, y if bias is None else bias, y, sums,
          arrived, rows, outputs, x.stride(0), y.stride(0)),
         {"INPUTS": inputs, "GROUP": group, "MIDDLE": middle, "HAS_ZEROS": zeros is not None,
-         "ROWS": height, "BLOCK_N": cut.outputs, "BLOCK_K": wide, "SHARES": shares,
+         "RAISED": raised, "BITS": raised_bits, "ROWS": height, "BLOCK_N": cut.outputs, "BLOCK_K": wide, "SHARES": shares,
          "HAS_BIAS": bias is not None, "PDL": dependent},
         {"num_warps": cut.warps, "num_stages": cut.stages, **launch_options(dependent)},
     )  # fmt: skip

@@ -6,6 +6,7 @@ it would change the version of torch.)
 """
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -76,7 +77,7 @@ def test_maps_of_one_input_are_one_weight_where_they_share_their_order() -> None
 def test_tokens(tmp_path: Path, name: str, ranks: int) -> None:
     """Those of transformers with the package's numbers as its weights."""
     folder = CHECKPOINTS / name
-    sizes = {
+    sizes: dict[str, Any] = {
         "hidden_size": 64,
         "intermediate_size": 96,
         "num_hidden_layers": 1,
