@@ -1,8 +1,10 @@
 """Tiny quantised checkpoints, written by the formats' own packages."""
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, cast
 
 import torch
 from compressed_tensors.compressors import ModelCompressor
@@ -13,7 +15,10 @@ from compressed_tensors.quantization import (
     preset_name_to_scheme,
 )
 from compressed_tensors.quantization.utils import calculate_qparams
-from torch import nn
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 
 from tests.checkpoints import load_oracle
 
@@ -23,16 +28,20 @@ def write_compressed(
     dense: Path,
     preset: str,
     ignore: tuple[str, ...] = ("lm_head",),
+    inputs: Mapping[str, Any] = MappingProxyType({}),
     **weights: Any,
 ) -> Path:
     """Write a model as compressed-tensors stores it; returns `folder`.
 
-    preset: a scheme's name in the package, e.g. "FP8_DYNAMIC". weights: what changes of its
-    arguments for weights.
+    preset: a scheme's name in the package, e.g. "FP8_DYNAMIC". inputs, weights: what changes of
+    its arguments for both.
     """
     scheme = preset_name_to_scheme(preset, ["Linear"])
     assert scheme.weights is not None
-    scheme = scheme.model_copy(update={"weights": scheme.weights.model_copy(update=weights)})
+    changes = {"weights": scheme.weights.model_copy(update=weights)}
+    if scheme.input_activations is not None:
+        changes["input_activations"] = scheme.input_activations.model_copy(update=dict(inputs))
+    scheme = scheme.model_copy(update=changes)
     model = load_oracle(dense)
     config = QuantizationConfig(config_groups={"group_0": scheme}, ignore=list(ignore))
     apply_quantization_config(model, config)
@@ -75,3 +84,49 @@ def _calibrate(module: nn.Module, scheme: QuantizationScheme) -> None:
         made.weight_zero_point.copy_(zero)
     if scheme.input_activations is not None and not scheme.input_activations.dynamic:
         made.input_scale.fill_(0.01 + 0.001 * (weight.shape[0] % 7))
+
+
+def write_fp8_blocks(folder: Path, dense: Path, block: tuple[int, int]) -> dict[str, Tensor]:
+    """Write a model as transformers stores fp8 in blocks; returns the weights as it reads them."""
+    settings = {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": list(block),
+        "modules_to_not_convert": ["lm_head"],
+    }
+    quantise, dequantise = (cast(Any, each) for each in (Fp8Quantize, Fp8Dequantize))
+    how = SimpleNamespace(
+        quantization_config=SimpleNamespace(weight_block_size=block, scale_fmt="float")
+    )
+    model = load_oracle(dense)
+    stored: dict[str, Tensor] = dict(model.state_dict())
+    numbers: dict[str, Tensor] = {}
+    for name in [name for name in stored if name.endswith("_proj.weight")]:
+        made = quantise(how).convert({name: stored.pop(name)})
+        stored |= made
+        parts: dict[str, list[Tensor] | Tensor] = {
+            "weight": made[name],
+            "weight_scale_inv": made[f"{name}_scale_inv"],
+        }
+        (numbers[name],) = dequantise(how).convert(parts, full_layer_name=name).values()
+    folder.mkdir(parents=True)
+    save_file({name: tensor.contiguous() for name, tensor in stored.items()},
+              folder / "model.safetensors")  # fmt: skip
+    config = json.loads((dense / "config.json").read_text(encoding="utf-8"))
+    made_config = json.dumps({**config, "quantization_config": settings})
+    (folder / "config.json").write_text(made_config, encoding="utf-8")
+    return numbers
+
+
+def load_bitsandbytes(folder: Path, **settings: Any) -> Any:
+    """transformers' model, rounded by bitsandbytes where the checkpoint was not."""
+    config: Any = BitsAndBytesConfig
+    how = {"quantization_config": config(**settings)} if settings else {}
+    auto: Any = AutoModelForCausalLM
+    model: Any = auto.from_pretrained(folder, dtype=torch.float32, device_map={"": "cpu"}, **how)
+    model.generation_config.eos_token_id = None
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            # There the package would multiply in bfloat16, whatever is asked for.
+            module.support_avx512bf16_for_cpu = False
+    return model.eval()

@@ -102,5 +102,13 @@ def startup_info(reports: Sequence[LoadReport]) -> dict[str, str]:
         "all-reduce": first.all_reduce,
         "pages": f"{pages.num_blocks} of {_tokens(pages)} tokens",
         "adapter pages": adapters,
+        "weights": "; ".join(dict.fromkeys(map(_weights, reports))),
         "load": f"{max(report.load_seconds for report in reports):.1f} s",
     }
+
+
+def _weights(report: LoadReport) -> str:
+    """The bytes of a rank's weights in each form."""
+    forms = sorted(report.weight_forms.items(), key=lambda form: -form[1])
+    parts = ", ".join(f"{size / 1e9:.2f} GB {name}" for name, size in forms)
+    return parts or f"{report.weight_bytes_resident / 1e9:.2f} GB"

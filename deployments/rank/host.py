@@ -92,6 +92,7 @@ class RankHost:
             cache_bytes=report.kv_bytes,
             adapter_bytes=report.adapter_pool_bytes,
             load_seconds=time.monotonic() - self._started,
+            weight_forms=dict(report.weight_forms),
         )
 
     def run(self, channel: Channel) -> None:

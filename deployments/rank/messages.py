@@ -125,6 +125,7 @@ class LoadReport(msgspec.Struct, frozen=True):
 
     pid: of the rank's process.
     ..._bytes: of this rank alone.
+    weight_forms: the bytes of its weights in each form.
     """
 
     rank: int
@@ -140,3 +141,4 @@ class LoadReport(msgspec.Struct, frozen=True):
     cache_bytes: int
     adapter_bytes: int
     load_seconds: float
+    weight_forms: dict[str, int] = {}

@@ -278,7 +278,8 @@ def fp8_product(
         (x, x_scales, codes, scales, y if bias is None else bias, y, sums, arrived, rows, outputs,
          y.stride(0)),
         {"INPUTS": inputs, "ROWS": height, "BLOCK_N": cut.outputs,
-         "BLOCK_K": group or cut.inputs, "GROUP": group, "SHARES": shares, "HAS_BIAS": bias is not None, "PDL": dependent},
+         "BLOCK_K": group or cut.inputs, "GROUP": group, "SHARES": shares,
+         "HAS_BIAS": bias is not None, "PDL": dependent},
         {"num_warps": cut.warps, "num_stages": cut.stages, **launch_options(dependent)},
     )  # fmt: skip
     return y
@@ -313,7 +314,8 @@ def integer_product(
         (x, words, scales, codes if zeros is None else zeros, y if bias is None else bias, y, sums,
          arrived, rows, outputs, x.stride(0), y.stride(0)),
         {"INPUTS": inputs, "GROUP": group, "MIDDLE": middle, "HAS_ZEROS": zeros is not None,
-         "RAISED": raised, "BITS": raised_bits, "ROWS": height, "BLOCK_N": cut.outputs, "BLOCK_K": wide, "SHARES": shares,
+         "RAISED": raised, "BITS": raised_bits, "ROWS": height, "BLOCK_N": cut.outputs,
+         "BLOCK_K": wide, "SHARES": shares,
          "HAS_BIAS": bias is not None, "PDL": dependent},
         {"num_warps": cut.warps, "num_stages": cut.stages, **launch_options(dependent)},
     )  # fmt: skip

@@ -224,6 +224,7 @@ class LoadedPaged(LoadedRunner):
         )
         return replace(
             report,
+            weight_forms=parts.weights.weight_forms,
             paged=True,
             pool_pages=parts.bank.pool_pages,
             rope_sets=parts.weights.architecture.rope_sets,

@@ -1,6 +1,7 @@
 """A model's share from its folder: architecture, type, weights, and what they took."""
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
@@ -23,6 +24,7 @@ from modeling.models.select import build_model
 from modeling.quantisation.formats import format_of_dummies, linear_format
 from sharding.checkpoint import Checkpoint, DummySource, open_checkpoint
 from sharding.group import TensorParallel
+from sharding.linear_weight import LinearWeight
 from sharding.loader import Weights
 from sources.model import fetch_model
 
@@ -47,11 +49,13 @@ class LoadedWeights:
 class LoadedModel(LoadedWeights):
     """A rank's share of a paged model.
 
+    weight_forms: the bytes of weights in each form.
     cache_scales: each layer's, where an fp8 cache is configured and the checkpoint has them.
     """
 
     model: PagedModel
     architecture: ModelArchitecture
+    weight_forms: Mapping[str, int]
     cache_scales: tuple[CacheScales, ...] | None = None
 
 
@@ -83,8 +87,10 @@ def load_model(config: EngineConfig, group: TensorParallel, device: torch.device
         dtype = _dtype(config.model.dtype, architecture, stored_dtype(source, folder))
         if config.cache.dtype is CacheDType.FP8:
             scales = stored_scales(source, architecture.num_layers)
-    chosen = format_of_dummies if is_dummy else linear_format
-    form = chosen(architecture.quantisation, config.model.quantize)
+    find_format = format_of_dummies if is_dummy else linear_format
+    form = find_format(architecture.quantisation, config.model.quantize)
+    if form is not None:
+        refuse_gpu(device)
     model = build_model(architecture, Weights(source, group, dtype, device, form))
     if config.adapters.enabled and config.adapters.vocabulary:
         model.adapt_vocabulary(whole_ends=config.adapters.vocabulary_copies > 0)
@@ -94,8 +100,38 @@ def load_model(config: EngineConfig, group: TensorParallel, device: torch.device
     resident = sum(p.nbytes for p in cast(nn.Module, model).parameters())
     seconds = time.monotonic() - started
     return LoadedModel(
-        model.dtype, source.bytes_read, resident, seconds, model, architecture, scales
+        model.dtype,
+        source.bytes_read,
+        resident,
+        seconds,
+        model,
+        architecture,
+        bytes_by_form(cast(nn.Module, model)),
+        scales,
     )
+
+
+def bytes_by_form(model: nn.Module) -> dict[str, int]:
+    """Return the bytes of weights in each form, those outside of linear layers by their type."""
+    forms: dict[str, int] = {}
+    inside: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, LinearWeight):
+            own = [p for p in module.parameters() if id(p) not in inside]
+            inside.update(map(id, own))
+            if own:
+                forms[module.form] = forms.get(module.form, 0) + sum(p.nbytes for p in own)
+    for parameter in model.parameters():
+        if id(parameter) not in inside:
+            name = str(parameter.dtype).removeprefix("torch.")
+            forms[name] = forms.get(name, 0) + parameter.nbytes
+    return forms
+
+
+def refuse_gpu(device: torch.device) -> None:
+    """Refuse quantised models where they have not been compared yet."""
+    if device.type == "cuda":
+        raise ValueError("quantised models are not served on GPUs yet: set device to cpu")
 
 
 def with_other_models(model: PagedModel, architecture: ModelArchitecture) -> tuple[Projection, ...]:

@@ -1,6 +1,7 @@
 """What a rank reports about itself once it has started."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from configs.kv_groups import KvGroup
 from configs.rope_sets import RopeSets
@@ -15,6 +16,7 @@ class RunnerReport:
 
     attention, adapter_kernel: names; their reasons say why they were taken.
     paged: whether prompts may be cut into chunks, and sequences may share cached blocks.
+    weight_forms: the bytes of weights in each form.
     captured_rows: the sizes of captured decode steps.
     captured_tokens: the sizes of captured mixed steps.
     """
@@ -37,6 +39,7 @@ class RunnerReport:
     kv_bytes: int
     adapter_pool_bytes: int
     load_seconds: float
+    weight_forms: Mapping[str, int] = field(default_factory=dict)
     paged: bool = False
     captured_rows: tuple[int, ...] = ()
     captured_tokens: tuple[int, ...] = ()

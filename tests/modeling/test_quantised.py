@@ -20,8 +20,7 @@ from peft import PeftModel
 from configs.model import DType, ModelConfig, Quantize
 from modeling.runner.padded import PaddedRunner
 from modeling.runner.padded_loading import load_causal_lm, quantization_config
-from tests.checkpoints import AdapterRecipe, write_adapter, write_llama
-from tests.checkpoints_others import write_gpt2
+from tests.checkpoints import AdapterRecipe, write_adapter
 from tests.checkpoints_padded import write_padded
 from tests.modeling.padded import generate_padded, padded_runner
 from tests.modeling.stepping import Asked
@@ -49,21 +48,10 @@ DEVICES = [
 
 # Widths are multiples of 64, the values that share a scale in 4 bits.
 MODELS: dict[str, tuple[Callable[[Path], Path], tuple[str, ...], dict[str, Any]]] = {
-    "llama": (
-        lambda path: write_llama(path, hidden_size=128, intermediate_size=256),
-        ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj"),
-        {},
-    ),
     "gptj": (
         lambda path: write_padded(path, "gptj", n_embd=128, n_inner=256),
         ("q_proj", "out_proj", "fc_in", "fc_out"),
         {},
-    ),
-    # Conv1D, whose weights are turned before they are quantised.
-    "gpt2": (
-        lambda path: write_gpt2(path, n_embd=128, n_inner=256),
-        ("c_attn", "c_fc", "mlp.c_proj"),
-        {"fan_in_fan_out": True},
     ),
 }
 """How to write a model, which modules to adapt, and more of PEFT's LoraConfig."""
@@ -171,19 +159,6 @@ def test_together(root: Path, name: str, device: torch.device) -> None:
     ]
     answers = generate_padded(made.runner(), requests)
     assert [answer.tokens for answer in answers] == [tokens for _, _, tokens in told]
-
-
-@pytest.mark.parametrize("quantize", KINDS)
-def test_weights_take_the_memory_that_they_should(
-    root: Path, quantize: Quantize, device: torch.device
-) -> None:
-    made = quantised(root, "llama", quantize, device)
-    linear = 2 * (128 * (128 + 64 + 64 + 128) + 3 * 128 * 256)
-    loaded = load_causal_lm(made.config, device, spread=False)
-    other = loaded.bytes_resident - linear // (2 if quantize is Quantize.BITSANDBYTES_NF4 else 1)
-    # The embedding, the head and the norms stay as they are.
-    assert 0 <= other - made.dtype.itemsize * (2 * 96 * 128 + 5 * 128) <= 1024
-    assert {p.name for p in loaded.model.projections} >= {"q_proj", "down_proj"}
 
 
 def test_a_model_in_which_nothing_is_quantised_is_refused(

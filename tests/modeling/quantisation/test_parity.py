@@ -4,13 +4,37 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from configs.model import ModelConfig, Quantize
+from modeling.runner.load_paged import load_paged
+from modeling.runner.report import RunnerReport
+from sharding.group import TensorParallel
 from tests.checkpoints import AdapterRecipe, write_adapter, write_llama
 from tests.checkpoints_generic import write_generic
-from tests.checkpoints_quantised import write_compressed
-from tests.modeling.quantisation.quantised import FP8, compare, decompressed, round_in_parts
+from tests.checkpoints_others import write_gpt2
+from tests.checkpoints_quantised import load_bitsandbytes, write_compressed, write_fp8_blocks
+from tests.modeling.parity import engine_config
+from tests.modeling.quantisation.quantised import (
+    FP8,
+    answers,
+    compare,
+    decompressed,
+    round_in_parts,
+)
 
 GENERIC = "gemma2_untied"
+from tests.ranks import run_in_memory
+
+SIZES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "blocks": {"intermediate_size": 64, "num_key_value_heads": 4},
+    "wide": {"hidden_size": 128, "intermediate_size": 128},
+}
+"""Of Llamas; in wide ones two ranks get whole blocks of 64 inputs."""
+
+GPT2: dict[str, Any] = {"n_embd": 128, "n_inner": 128}
+"""Its matrices are stored transposed."""
 
 ADAPTERS = {
     "all": AdapterRecipe(r=8, std=0.2),
@@ -22,24 +46,26 @@ class World:
     """Tiny models, quantised or not, and adapters on disk."""
 
     def __init__(self, root: Path) -> None:
-        self._root = root
+        self.root = root
 
     def dense(self, family: str) -> Path:
-        folder = self._root / family / "dense"
+        folder = self.root / family / "dense"
         if not folder.exists():
-            write = write_llama if family == "llama" else write_generic
-            write(folder, "gqa" if family == "llama" else family)
+            if family == GENERIC:
+                write_generic(folder, family)
+            else:
+                write_llama(folder, **SIZES[family])
         return folder
 
     def compressed(self, family: str, preset: str) -> Path:
-        folder = self._root / family / preset
+        folder = self.root / family / preset
         if not folder.exists():
             kind: dict[str, Any] = {"group_size": 16} if preset.startswith("W") else {}
             write_compressed(folder, self.dense(family), preset, **kind)
         return folder
 
     def adapters(self, family: str) -> list[Path]:
-        folders = {name: self._root / family / name for name in ADAPTERS}
+        folders = {name: self.root / family / name for name in ADAPTERS}
         for name, folder in folders.items():
             if not folder.exists():
                 write_adapter(folder, self.dense(family), ADAPTERS[name])
@@ -76,3 +102,89 @@ def test_generic_models(made: World, preset: str) -> None:
     if preset == "FP8_DYNAMIC":
         round_in_parts(oracle, 2)
     compare(stored, made.adapters(GENERIC), oracle, 2)
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_fp8_in_blocks(made: World, tmp_path: Path, ranks: int) -> None:
+    """compressed-tensors' blocks, and those of transformers, whose package has no CPU product.
+
+    Groups of inputs lie within the ranks' cuts, so the tokens are those of one rank.
+    """
+    folder = made.dense("blocks")
+    inputs = {"group_size": 8}
+    stored = made.root / "blocks" / "FP8_BLOCK"
+    if not stored.exists():
+        write_compressed(stored, folder, "FP8_BLOCK", inputs=inputs, block_structure=[16, 8])
+    oracle = decompressed(stored)
+    compare(stored, made.adapters("blocks"), oracle, ranks)
+    numbers = write_fp8_blocks(tmp_path / "fp8", folder, (16, 8))
+    oracle.load_state_dict({**oracle.state_dict(), **numbers})
+    compare(tmp_path / "fp8", made.adapters("blocks"), oracle, ranks)
+
+
+def test_a_rank_that_would_cut_a_block_is_refused(made: World, tmp_path: Path) -> None:
+    write_fp8_blocks(tmp_path / "fp8", made.dense("blocks"), (16, 16))
+    with pytest.raises(ValueError, match=r"not whole groups of 16.*tensor_parallel"):
+        answers(tmp_path / "fp8", [], 4, [[1, 2, 3]])
+
+
+SETTINGS: dict[Quantize, dict[str, Any]] = {
+    Quantize.BITSANDBYTES: {"load_in_8bit": True},
+    Quantize.BITSANDBYTES_NF4: {
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_compute_dtype": torch.float32,
+    },
+}
+
+
+@pytest.mark.parametrize("quantize", SETTINGS)
+def test_bitsandbytes(made: World, tmp_path: Path, quantize: Quantize) -> None:
+    """Rounded at load, and stored by transformers; in 4 bits over several ranks too."""
+    # In 8 bits no number may reach the threshold, which the package applies to whole columns.
+    family = "llama" if quantize is Quantize.BITSANDBYTES else "wide"
+    folder, adapters, settings = made.dense(family), made.adapters(family), SETTINGS[quantize]
+    oracle = load_bitsandbytes(folder, **settings)
+    nested = {**settings, "bnb_4bit_use_double_quant": True}
+    stored = load_bitsandbytes(folder, **nested)
+    stored.save_pretrained(tmp_path / "stored")
+    for ranks in (1, 2) if quantize is Quantize.BITSANDBYTES_NF4 else (1,):
+        compare(folder, adapters, oracle, ranks, quantize=quantize)
+        compare(tmp_path / "stored", adapters, stored, ranks)
+
+
+def test_blocks_of_bitsandbytes_are_not_cut(made: World) -> None:
+    with pytest.raises(ValueError, match=r"not whole blocks of 64.*tensor_parallel"):
+        answers(made.dense("wide"), [], 4, [[1, 2]], quantize=Quantize.BITSANDBYTES_NF4)
+
+
+@pytest.mark.parametrize(
+    ("quantize", "form", "bits"),
+    [(Quantize.FP8, "fp8", 8), (Quantize.BITSANDBYTES_NF4, "bitsandbytes of 4 bits", 4)],
+)
+def test_ranks_say_what_their_weights_take(
+    made: World, quantize: Quantize, form: str, bits: int
+) -> None:
+    def load(group: TensorParallel) -> RunnerReport:
+        model = ModelConfig(id=str(made.dense("wide")), quantize=quantize)
+        config = engine_config(made.dense("wide"), model=model)
+        return load_paged(config, group, torch.device("cpu")).allocate().report
+
+    for report in run_in_memory(2, load):
+        found = dict(report.weight_forms)
+        numbers = 2 * 128 * (2 * 128 + 2 * 64 + 3 * 128) // 2
+        scales = found.pop(form) - numbers * bits // 8
+        assert 0 < scales < numbers * bits // 8 // 3
+        # The embedding, the head and the norms stay as they are.
+        assert found == {"float32": 4 * (96 * 128 + 5 * 128)}
+        assert report.weight_bytes_resident == sum(report.weight_forms.values())
+
+
+def test_matrices_that_are_stored_transposed(tmp_path: Path) -> None:
+    dense = write_gpt2(tmp_path / "dense", **GPT2)
+    recipe = AdapterRecipe(
+        r=8, std=0.2, target_modules=("c_attn", "c_fc"), extra={"fan_in_fan_out": True}
+    )
+    adapter = write_adapter(tmp_path / "adapter", dense, recipe)
+    oracle = load_bitsandbytes(dense, **SETTINGS[Quantize.BITSANDBYTES_NF4])
+    compare(dense, [adapter], oracle, 1, quantize=Quantize.BITSANDBYTES_NF4)

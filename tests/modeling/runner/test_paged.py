@@ -193,6 +193,7 @@ def test_the_report_counts_what_was_taken(world: World) -> None:
         adapter_pool_bytes=10 * 8 * 4 * rows,
         kv_groups=(KvGroup(16),),
         load_seconds=report.load_seconds,
+        weight_forms={"float32": report.weight_bytes_read},
         paged=True,
         pool_pages=(10,) * 10,
     )
