@@ -22,9 +22,9 @@ from tests.modeling.quantisation.quantised import (
     decompressed,
     round_in_parts,
 )
+from tests.ranks import run_in_memory
 
 GENERIC = "gemma2_untied"
-from tests.ranks import run_in_memory
 
 SIZES: dict[str, dict[str, Any]] = {
     "llama": {},
