@@ -14,6 +14,9 @@ FP8 = torch.float8_e4m3fn
 LARGEST = 448.0
 """The largest number of e4m3."""
 
+BLOCK = 128
+"""Outputs and inputs of a block of fp8 that GPUs multiply; others are served by the reference."""
+
 SMALLEST = torch.finfo(torch.float32).eps
 """The scale of zeros."""
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from configs.quantisation import Activations
 from modeling.quantisation.activations import (
+    BLOCK,
     FP8,
     rounded,
     rounded_by_group,
@@ -16,7 +17,7 @@ from modeling.quantisation.activations import (
     to_fp8,
 )
 from modeling.quantisation.base import QuantisedWeight
-from modeling.quantisation.products import BLOCK, SIZES, gpu_products
+from modeling.quantisation.products import SIZES, gpu_products
 from sharding.linear_weight import LinearWeight
 
 _ROUNDED_AT_ONCE = 2**24

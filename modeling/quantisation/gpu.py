@@ -6,7 +6,7 @@ from torch.nn import functional as F
 from torch.nn.functional import ScalingType, scaled_mm
 
 from modeling.quantisation import triton, triton_product
-from modeling.quantisation.products import BLOCK
+from modeling.quantisation.activations import BLOCK
 
 
 def fp8(

@@ -10,9 +10,6 @@ from torch import Tensor
 
 logger = logging.getLogger("loray.modeling")
 
-BLOCK = 128
-"""Outputs and inputs of a block of fp8 that GPUs multiply; others are served by the reference."""
-
 SIZES = 16
 """GPUs multiply fp8 matrices whose sizes are multiples of it."""
 
