@@ -8,10 +8,12 @@ them was applied, so the request that needs the block may have to pause until th
 from configs.rope_sets import SHORT
 from configs.wire.adapters import AdapterKey
 from configs.wire.plan import Capacity
+from scheduler.admission.limits import Limits
 from scheduler.kv.prefix_cache import CachedPrefix
 from scheduler.kv.tables import KvTables
 from scheduler.request import Request, Status
 from scheduler.step import StepBuilder
+from scheduler.step_costs import StepCosts
 
 SHORTEST_SLICE = 16
 """Tokens: fewer are not worth a preemption, after which about a block of them is recomputed."""
@@ -23,6 +25,7 @@ class RunningRequests:
     members: the running ones, oldest first.
     draining: by serial, ended or preempted requests that plans in flight still name.
     stalled: whether the last step left a request without a block.
+    costs: what steps of these ranks take.
     reserved_blocks: blocks that known tokens of admitted requests will still take.
     """
 
@@ -38,6 +41,7 @@ class RunningRequests:
         self.stalled = False
         self.reserved_blocks = 0
         self.num_preemptions = 0
+        self.costs = StepCosts()
         self._freed: list[Request] = []
         self._free_batch_slots = list(range(num_batch_slots - 1, -1, -1))
         self._chunked = capacity.chunked
@@ -62,12 +66,8 @@ class RunningRequests:
         """Blocks that no request holds, with or without content that is kept."""
         return self._pool.available
 
-    def advance(self, step: StepBuilder, prompt_budget: int | None = None) -> None:
-        """Compute every running request's next token, then the next chunks of the longer ones.
-
-        prompt_budget: tokens for prompts in a step in which other requests get their token; None:
-        all that are left.
-        """
+    def advance(self, step: StepBuilder, limits: Limits) -> None:
+        """Compute every running request's next token, then the next chunks of the longer ones."""
         self.stalled = False
         self.reserved_blocks = 0
         self._preempt_outgrown()
@@ -79,8 +79,9 @@ class RunningRequests:
             elif step.budget > 0 and not request.exhausted:
                 self._extend(request, 1, step)
         # The rows so far generate: prompts must not stretch their step too much.
-        if step.rows and prompt_budget is not None:
-            step.budget = min(step.budget, prompt_budget)
+        step.generating = len(step.rows)
+        if step.rows:
+            step.budget = min(step.budget, self.costs.prompt_budget(limits, step.requests))
         for request in longer:
             # A row above may have preempted it for its blocks.
             if request.status is Status.RUNNING:

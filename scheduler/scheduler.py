@@ -98,10 +98,10 @@ class Scheduler:
 
     def schedule(self, now: float) -> StepPlan:
         """Make the next plan; an empty one is neither sent nor applied."""
-        step = StepBuilder(self._limits.max_step_tokens)
+        step = StepBuilder(self._limits.max_step_tokens, now)
         if len(self._flights) < self._limits.steps_ahead:
             self._prepare_isolation()
-            self._running.advance(step, self._limits.max_mixed_prompt_tokens)
+            self._running.advance(step, self._limits)
             self._requeue_freed()
             # A new request would take the blocks that a stalled one waits for.
             if not self._running.stalled:
@@ -125,8 +125,8 @@ class Scheduler:
         step = self._flights.popleft()
         assert step.number == plan.step == result.step, (step.number, plan.step, result.step)
         events: list[RequestEvent] = []
-        next_token = 0
-        num_requests = len(self._requests)
+        next_token, num_requests = 0, len(self._requests)
+        self._running.costs.applied(step, now)
         running, ended = self._running, Status.ENDED  # Looked up once, not for every row.
         mark_computed, draining = running.mark_computed, running.draining
         for report in result.reports or ():

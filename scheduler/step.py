@@ -15,14 +15,18 @@ class StepBuilder:
     """The rows, joins, loads and drops of one step, and the requests and adapters behind them.
 
     budget: tokens that may still be added. tokens: those that were.
+    generating: rows that get a running request's next token.
+    planned: when it was planned, in seconds.
     number: the plan's step once it is built.
     requests: requests[i] is that of rows[i].
     dropped: the adapters that lose their host copies by the plan.
     """
 
-    def __init__(self, budget: int) -> None:
+    def __init__(self, budget: int, planned: float = 0.0) -> None:
         self.budget = budget
+        self.planned = planned
         self.tokens = 0
+        self.generating = 0
         self.number = -1
         self.joins: list[RequestJoin] = []
         self.rows: list[StepRow] = []

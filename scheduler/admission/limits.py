@@ -28,7 +28,7 @@ class Overloaded(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """What the scheduler admits; `configs.engine.LimitsConfig` explains the first five.
+    """What the scheduler admits; `configs.engine.LimitsConfig` explains the first six.
 
     steps_ahead: plans that may be in flight at once.
     quantum_tokens: tokens that each adapter's queue earns in a round.
@@ -41,6 +41,7 @@ class Limits:
 
     max_step_tokens: int = 2048
     max_mixed_prompt_tokens: int | None = None
+    token_gap_s: float | None = None
     max_running: int = 256
     max_queued: int = 1024
     max_total_tokens: int | None = None
@@ -70,9 +71,11 @@ class Limits:
     @classmethod
     def from_config(cls, config: EngineConfig, steps_ahead: int = 2) -> "Limits":
         """The limits of one engine; steps_ahead is 1 for models that cannot run ahead."""
+        gap_ms = config.limits.token_gap_ms
         return cls(
             max_step_tokens=config.limits.max_step_tokens,
             max_mixed_prompt_tokens=config.limits.max_mixed_prompt_tokens,
+            token_gap_s=gap_ms / 1e3 if gap_ms else None,
             max_running=config.limits.max_running,
             max_queued=config.limits.max_queued,
             max_total_tokens=config.limits.max_total_tokens,

@@ -1,0 +1,97 @@
+"""StepCosts: how many prompt tokens fit into a step beside rows that generate.
+
+What a step costs depends on the GPU, the model and the adapters, so it is learned while steps run:
+the seconds of steps that only generate, and what a prompt token adds to one of the size that is
+planned now. Sizes are corrected step by step, so the costs need not be a straight line.
+"""
+
+from collections.abc import Sequence
+from math import inf
+
+from scheduler.admission.limits import Limits
+from scheduler.request import Request
+from scheduler.step import StepBuilder
+
+LEAST_TOKENS = 128
+"""Fewer cost as much: a step reads all weights whatever its size."""
+
+FIRST_TOKENS = 512
+"""Before anything is known."""
+
+ALIGNMENT = 128
+"""Sizes of recorded steps are multiples of it, from there on; a step takes the next larger one."""
+
+RISE, FALL = 0.5, 0.25
+"""Of the newest step in an average: costs are believed sooner than savings."""
+
+GROWTH = 1.5
+"""From the size that was measured to the next one."""
+
+LONGEST = 2.0
+"""Times the average: a step that took longer was disturbed, and counts as this."""
+
+
+class StepCosts:
+    """Learns from steps, given their prompt tokens and seconds.
+
+    decode_s: of a step that only generates. token_s: what one prompt token adds. None: unknown.
+    """
+
+    def __init__(self) -> None:
+        self.decode_s: float | None = None
+        self.token_s: float | None = None
+        self._budget = self._measured = FIRST_TOKENS
+        self._applied_at = 0.0
+
+    def applied(self, step: StepBuilder, now: float) -> None:
+        """Learn from a step that was applied at `now`, in seconds."""
+        # Ranks run plans in order: a step begins when the one before it ends.
+        self.record(step.tokens, step.generating, now - max(step.planned, self._applied_at))
+        self._applied_at = now
+
+    def prompt_budget(self, limits: Limits, generating: Sequence[Request]) -> int:
+        """Prompt tokens beside these requests' next tokens, so that those come in time."""
+        most = limits.max_mixed_prompt_tokens or limits.max_step_tokens
+        # Requests of batches run in the background: gaps between their tokens do not matter.
+        if limits.token_gap_s is None or all(request.background for request in generating):
+            return most
+        return min(most, self.budget(limits.token_gap_s, len(generating)))
+
+    def record(self, tokens: int, generating: int, seconds: float) -> None:
+        """A step computed so many tokens, `generating` of them the next ones of requests."""
+        prompt_tokens = tokens - generating
+        if not tokens:
+            return
+        if not prompt_tokens:
+            self.decode_s = _average(self.decode_s, seconds)
+        # What a token adds to a much smaller step says nothing about one of this size.
+        elif prompt_tokens >= max(LEAST_TOKENS, self._budget / 2):
+            before = (self.decode_s or 0.0) if generating else 0.0
+            added = max(seconds - before, 0.0) / prompt_tokens
+            self.token_s = _average(self.token_s, added)
+            self._measured = prompt_tokens
+
+    def budget(self, gap_s: float, generating: int) -> int:
+        """Prompt tokens with which a step takes `gap_s` at most, beside so many generated ones.
+
+        A step may always be half as long again as it is without prompts, which could not be
+        computed otherwise where decoding alone takes long.
+        """
+        if self.token_s is None:
+            return FIRST_TOKENS
+        decode_s = self.decode_s or 0.0
+        room_s = max(gap_s - decode_s, decode_s / 2)
+        wanted = room_s / self.token_s if self.token_s else inf
+        # Step by step: what is known holds near the size that was measured.
+        most = max(self._measured * GROWTH, self._measured + 2 * ALIGNMENT)
+        tokens = int(min(max(wanted, self._measured / 2), most))
+        aligned = (tokens + generating) // ALIGNMENT * ALIGNMENT - generating
+        self._budget = max(aligned, LEAST_TOKENS)
+        return self._budget
+
+
+def _average(before: float | None, newest: float) -> float:
+    if before is None:
+        return newest
+    change = min(newest, LONGEST * before) - before
+    return before + (RISE if change > 0 else FALL) * change
