@@ -36,6 +36,7 @@ from modeling.adapters.faults import refuse
 from modeling.adapters.peft import open_adapter
 from modeling.adapters.peft_adapter import PeftAdapter, reading
 from modeling.adapters.peft_ends import Matrix
+from modeling.adapters.peft_joined import JoinedPlan
 from modeling.adapters.peft_tensors import check_finite
 from modeling.adapters.projection import BaseRows, ModulePosition, Projection
 from modeling.adapters.stacks import LoraModule, LoraStack
@@ -191,8 +192,8 @@ def _check_factors_alone(adapter: PeftAdapter) -> None:
         refuse("it is an activated adapter (aLoRA), which PEFT does not merge: use it alone")
     if adapter.tokens:
         refuse("trainable_token_indices: PEFT does not merge rows of single tokens: use it alone")
-    if adapter.plan.parts:
-        refuse("it adapts fused modules, which this model has in parts: use it alone")
+    if adapter.plan.parts or isinstance(adapter.plan, JoinedPlan):
+        refuse("it adapts fused modules, or parts of those that this model fuses: use it alone")
     if adapter.plan.parameters.names:
         refuse("target_parameters: PEFT does not merge adapters of bare parameters: use it alone")
     if adapter.plan.use_dora:

@@ -23,7 +23,8 @@ from modeling.adapters.peft_ends import (
     find_ends,
     is_tied,
 )
-from modeling.adapters.peft_fused import find_parts, fused_of
+from modeling.adapters.peft_fused import find_parts
+from modeling.adapters.peft_joined import join_parts
 from modeling.adapters.peft_names import WEIGHTS_NAME, open_tensors
 from modeling.adapters.peft_score import SCORE_KEY, find_score, without_score
 from modeling.adapters.peft_tensors import check_file_rank, check_shape, check_type
@@ -92,6 +93,7 @@ def _check_file(
         for layer in range(projection.num_layers)
         for module in projection.modules(layer)
     }
+    file, plan = join_parts(file, plan, known, projections)
     named = {key[len(PREFIX) : key.rfind(FACTOR)] for key in [*file.keys()] if FACTOR in key}
     plan = replace(plan, parts=find_parts(named, known, projections))
     found = find_biases(file.keys(), plan, known)
@@ -204,12 +206,6 @@ def _refuse_tensor(key: str, adapter: PeftAdapter) -> NoReturn:
         refuse(
             f"target_parameters: {key} adapts no linear module's weight (experts keep theirs in "
             "three dimensions), which is not served: merge the adapter into the base model"
-        )
-    fused = fused_of(key[len(PREFIX) : key.rfind(FACTOR)])
-    if fused is not None and fused in known:
-        refuse(
-            f"tensor {key} is of a part of what this model has as one, {fused.rsplit('.', 1)[-1]}: "
-            "serve the base model that it was trained on, which has the parts"
         )
     names = sorted({module.rsplit(".", 1)[-1] for module in known})
     refuse(

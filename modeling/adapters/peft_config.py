@@ -150,7 +150,9 @@ class LoraPlan:
 
     def is_parameter(self, module: str) -> bool:
         """Return whether a module's weight is adapted as a bare parameter."""
-        return self.parameters.include(self.path(module) + WEIGHT, False)
+        # Most adapters name none, and this runs several times for each module.
+        named = self.parameters
+        return bool(named.names) and named.include(self.path(module) + WEIGHT, False)
 
     def path(self, module: str) -> str:
         """Return the path by which file and config name a module."""

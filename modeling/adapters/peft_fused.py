@@ -48,9 +48,3 @@ def find_parts(
             found[part] = FusedPart(path, start, start + each.out_features, total)
             start += each.out_features
     return found
-
-
-def fused_of(path: str) -> str | None:
-    """Return the path that a part's fused module would have; None for another module."""
-    parent, _, name = path.rpartition(".")
-    return next((f"{parent}.{fused}" for fused, parts in FUSED.items() if name in parts), None)

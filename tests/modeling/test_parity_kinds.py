@@ -15,6 +15,7 @@ from modeling.adapters.token_rows import TokenRows
 from modeling.runner.adapter_check import adaptable
 from tests.checkpoints import AdapterRecipe, load_oracle, write_adapter
 from tests.modeling.parity import (
+    ADAPTERS,
     BASE,
     WHOLE,
     Setting,
@@ -155,7 +156,19 @@ def test_fused_factors_that_are_not_cut(world: World, tmp_path: Path) -> None:
         assert folder is not None
         with pytest.raises(AdapterError, match="serve the base model that it was trained on"):
             open_adapter(folder, adaptable(engine_config(parts)), 64)
-    apart = write_adapter(tmp_path / "apart", parts)
+    dora = AdapterRecipe(extra={"use_dora": True})
+    apart = write_adapter(tmp_path / "apart", parts, dora)
     fused = adaptable(engine_config(world.model("fused_dora", "phi3")))
-    with pytest.raises(AdapterError, match="this model has as one, qkv_proj: serve"):
+    with pytest.raises(AdapterError, match=r"adapts parts of .*qkv_proj, with DoRA"):
         open_adapter(apart, fused, 64)
+
+
+def test_factors_of_parts_over_a_fused_map(world: World, tmp_path: Path) -> None:
+    """PEFT computes over the parts, the server over Phi-3."""
+    fused = world.model("fused", "phi3")
+    parts = write_parts(tmp_path / "parts", fused)
+    names = {"some": ("q_proj", "v_proj"), "keys": ("k_proj",), "ups": ("up_proj", "o_proj")}
+    recipes = {"patterns": ADAPTERS["patterns"], "rslora": ADAPTERS["rslora"]}
+    recipes |= {n: AdapterRecipe(target_modules=t, std=0.3) for n, t in names.items()}
+    made = [write_adapter(tmp_path / name, parts, each) for name, each in recipes.items()]
+    check_served(fused, made, trained_on=parts)
