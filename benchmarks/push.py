@@ -31,7 +31,7 @@ import torch
 from benchmarks.local import served
 from benchmarks.workload import SHAPES, write_adapter, write_model
 from configs.adapters import AdaptersConfig, PushConfig
-from configs.engine import CacheConfig, Device, EngineConfig
+from configs.engine import AttentionKind, CacheConfig, CudaGraphs, Device, EngineConfig
 from configs.model import LoadFormat, ModelConfig
 from configs.wire.adapters import AdapterSource
 
@@ -145,6 +145,8 @@ def engine_config(folder: Path, options: argparse.Namespace) -> EngineConfig:
         model=ModelConfig(id=str(folder), load_format=LoadFormat.DUMMY, name="base"),
         tensor_parallel=options.tensor_parallel,
         device=Device(options.device),
+        attention=AttentionKind(options.attention),
+        cuda_graphs=CudaGraphs.NONE,  # Their start is long, and no push waits for them.
         cache=CacheConfig(num_blocks=256),
         adapters=AdaptersConfig(
             default_source=AdapterSource.LOCAL,
@@ -165,6 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rank", type=int, default=128)
     parser.add_argument("--versions", type=int, default=10, help="by each way")
     parser.add_argument("--device", choices=[each.value for each in Device], default="cpu")
+    parser.add_argument("--attention", choices=AttentionKind, default=AttentionKind.AUTO)
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--push-folder", default=PushConfig().folder)
     parser.add_argument("--url", help="of a server; without it one is started here")
