@@ -102,8 +102,10 @@ class AdaptersConfig(Config):
     memory_fraction: share of device memory for the pools when device_pages is None.
     max_device_adapters: adapters on the device at once.
     max_rank: the largest rank that is served.
-    vocabulary: serve LoRA on embeddings and head too; their pools are as wide as the vocabulary,
-    and decode steps with such adapters are not captured.
+    vocabulary: serve LoRA on embeddings and head too. None: where the model is paged. True: with as
+    many pages in their pools as in the others, unless vocabulary_pages says otherwise.
+    vocabulary_pages: pages of 8 LoRA rank rows in the pools of embedding and head. None: an eighth
+    of the other pools', but enough for one adapter of max_rank.
     vocabulary_copies: adapters with a whole embedding or head of their own (PEFT's
     modules_to_save) that may be on the device at once; each takes both matrices' bytes.
     host_bytes: the host tier of each rank, allocated at start and, for CUDA, pinned.
@@ -131,7 +133,8 @@ class AdaptersConfig(Config):
     memory_fraction: float = Field(default=0.1, gt=0, lt=1)
     max_device_adapters: PositiveInt = 64
     max_rank: PositiveInt = 128
-    vocabulary: bool = False
+    vocabulary: bool | None = None
+    vocabulary_pages: PositiveInt | None = None
     vocabulary_copies: NonNegativeInt = 0
     host_bytes: PositiveInt = 4 * 2**30
     staging_threads: PositiveInt = 4
@@ -166,9 +169,14 @@ class AdaptersConfig(Config):
 
     @model_validator(mode="after")
     def _copies_need_vocabulary(self) -> "AdaptersConfig":
-        if self.vocabulary_copies and not self.vocabulary:
+        if self.vocabulary_copies and not self.adapts_vocabulary:
             raise ValueError(
                 f"adapters.vocabulary_copies ({self.vocabulary_copies}) needs adapters.vocabulary: "
                 "set it to true"
             )
         return self
+
+    @property
+    def adapts_vocabulary(self) -> bool:
+        """Return whether adapters of paged models may change embedding and head."""
+        return self.vocabulary is not False

@@ -43,7 +43,8 @@ def _verdict(folder: Path, config: EngineConfig) -> AdapterVerdict:
     console = Console(stderr=True)
     try:
         with console.status(f"reading {config.model.id}", spinner="line"):
-            projections, base = adaptable(config), base_tensors(config, folder)
+            base = base_tensors(config, folder)
+            projections = adaptable(config, base)
     except (ArchitectureError, CheckpointError, ModelNotFound, ValueError) as error:
         fail(f"the model cannot be read: {error}", status=2)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:

@@ -1,6 +1,6 @@
 """AdapterBank: one rank's adapters, staged in host memory and loaded into device pools."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import starmap
@@ -21,6 +21,7 @@ from modeling.adapters.host_cache import (
 )
 from modeling.adapters.output_rows import OutputRows
 from modeling.adapters.projection import (
+    WHOLE_KINDS,
     BaseLinear,
     BaseRows,
     ModulePosition,
@@ -50,6 +51,7 @@ class BankSize:
     max_rank: the largest rank that is served.
     host_bytes: bytes of the pool of staged adapters.
     copies: pages, of one matrix each, in the pools of whole embeddings and heads.
+    vocabulary_pages: pages in the pools of their factors; None: as in the others.
     """
 
     pages: int
@@ -57,10 +59,15 @@ class BankSize:
     max_rank: int
     host_bytes: int
     copies: int = 0
+    vocabulary_pages: int | None = None
 
     def pages_of(self, projection: Projection) -> int:
         """Return the number of pages in one projection's pool."""
-        return self.copies if projection.kind.whole else self.pages
+        if projection.kind.whole:
+            return self.copies
+        if projection.kind in WHOLE_KINDS and self.vocabulary_pages is not None:
+            return self.vocabulary_pages
+        return self.pages
 
 
 @dataclass(frozen=True)
@@ -99,7 +106,6 @@ class DeviceAdapter:
         self._ranks: list[list[int]] = staged.ranks.tolist()
         own = zip(pools, pages, staged.output_rows, strict=True)
         self._output_rows = tuple(starmap(_rows_in_pool, own))
-        self.changes_outputs = any(rows.changes_outputs for rows in staged.output_rows)
         self._views: dict[tuple[int, int], Factors] = {}
 
     def rank(self, projection: int, layer: int) -> int:
@@ -130,6 +136,14 @@ class DeviceAdapter:
         Layer l's are 8 l rows behind.
         """
         return self._output_rows[projection]
+
+    def change_outputs(self, y: Tensor, projection: int, layer: int) -> Tensor:
+        """Return y [n, out] scaled and with biases, as this adapter does (`output_rows.py`)."""
+        own = self.output_rows(projection)
+        pool, behind = self._pools[projection].bt.flatten(0, 2), layer * PAGE_ROWS
+        if own.scale >= 0:
+            y = torch.addcmul(y, pool[own.scale + behind], y)
+        return y if own.bias < 0 else y + pool[own.bias + behind]
 
     def matrix(self, projection: int) -> Tensor:
         """Return a whole embedding or head, [rows of the pool, hidden]: a view of its page."""
@@ -164,6 +178,8 @@ class AdapterBank:
 
     page_table: int32 [slots, projections, pages of max_rank], on the device.
     ranks: int32 [slots, projections, layers], on the device.
+    embedding, head: the index of each end's projection; None where adapters cannot change it.
+    output_rows: int32 [slots, projections, 2], on the device: `DeviceAdapter.output_rows`.
     Pools and tables keep their addresses, so that CUDA graphs may use them.
     """
 
@@ -182,6 +198,9 @@ class AdapterBank:
         """
         self.projections = tuple(projections)
         self.size = size
+        kinds = {projection.kind: index for index, projection in enumerate(self.projections)}
+        self.embedding = kinds.get(ProjectionKind.EMBEDDING)
+        self.head = kinds.get(ProjectionKind.HEAD)
         self.pools = tuple(
             _empty_pool(p, size.pages_of(p), dtype, device) for p in self.projections
         )
@@ -192,13 +211,22 @@ class AdapterBank:
             size.slots, count, max_pages, dtype=torch.int32, device=device
         )
         self.ranks = torch.zeros(size.slots, count, layers, dtype=torch.int32, device=device)
+        fields = len(OutputRows._fields)
+        self.output_rows = torch.full(
+            (size.slots, count, fields), -1, dtype=torch.int32, device=device
+        )
         on_cuda = device.type == "cuda"
         # The source of a slot's tables on the device: rewritten only after the slot's last copy.
         self._host_table = torch.zeros(self.page_table.shape, dtype=torch.int32, pin_memory=on_cuda)
         self._host_ranks = torch.zeros(self.ranks.shape, dtype=torch.int32, pin_memory=on_cuda)
+        self._host_output_rows = torch.zeros(
+            self.output_rows.shape, dtype=torch.int32, pin_memory=on_cuda
+        )
         self._loaded: list[DeviceAdapter | None] = [None] * size.slots
-        # Slots of adapters that scale outputs or add to them (DoRA, biases).
-        self._changing: frozenset[int] = frozenset()
+        # Slots of adapters that change more than linear maps, which few do: each step looks here.
+        self._slots_of_kind: dict[ProjectionKind, set[int]] = {
+            p.kind: set() for p in self.projections if p.kind is not ProjectionKind.LINEAR
+        }
         self._copy_of_slot: dict[int, CopyEvent] = {}
         self._last_copy: dict[AdapterKey, CopyEvent] = {}
         self._slot_of_page: list[dict[int, int]] = [{} for _ in self.projections]
@@ -252,8 +280,12 @@ class AdapterBank:
         adapter = DeviceAdapter(self.pools, table, staged)
         with self._device_copies.copy(slot, self._assign(slot, table)) as copied:
             self._copy(staged, slot, table)
+            self._copy_tables(staged, slot, table, adapter)
         self._loaded[slot] = adapter
-        self._changing = (self._changing - {slot}) | ({slot} if adapter.changes_outputs else set())
+        for index, projection in enumerate(self.projections):
+            if projection.kind in self._slots_of_kind:
+                slots = self._slots_of_kind[projection.kind]
+                (slots.add if adapter.rank(index, 0) else slots.discard)(slot)
         self._copy_of_slot[slot] = self._last_copy[key] = copied
         return copied
 
@@ -278,9 +310,13 @@ class AdapterBank:
         adapter = self._loaded[slot]
         return adapter is not None and adapter.rank(projection, 0) > 0
 
-    def changes_outputs(self, slots: Sequence[int]) -> bool:
-        """Return whether some adapter of these slots (-1: base) scales outputs or adds a bias."""
-        return bool(self._changing) and not self._changing.isdisjoint(slots)
+    def changes(self, slots: Sequence[int], kinds: Iterable[ProjectionKind]) -> bool:
+        """Return whether an adapter of these slots (-1: base) changes a projection of some kinds.
+
+        kinds: others than linear maps.
+        """
+        found = (self._slots_of_kind.get(kind) for kind in kinds)
+        return any(own and not own.isdisjoint(slots) for own in found)
 
     def check(self) -> None:
         """Assert that all pages are in their pools and that host memory holds the staged adapters.
@@ -307,6 +343,9 @@ class AdapterBank:
                 page.a.copy_to(pool.a[index].flatten(0, 1))
                 page.bt.copy_to(pool.bt[index].flatten(0, 1))
 
+    def _copy_tables(
+        self, staged: StagedAdapter, slot: int, table: list[list[int]], adapter: DeviceAdapter
+    ) -> None:
         rows = self._host_table[slot].zero_()
         for projection, row, part in zip(self.projections, rows, table, strict=True):
             if projection.kind is not ProjectionKind.SCORE:  # No kernel reads its pages.
@@ -316,6 +355,9 @@ class AdapterBank:
         self._host_ranks[slot] = staged.ranks
         self.page_table[slot].copy_(rows, non_blocking=True)
         self.ranks[slot].copy_(self._host_ranks[slot], non_blocking=True)
+        own = [adapter.output_rows(index) for index in range(len(self.projections))]
+        self._host_output_rows[slot] = torch.tensor(own, dtype=torch.int32)
+        self.output_rows[slot].copy_(self._host_output_rows[slot], non_blocking=True)
 
 
 def _empty_pool(

@@ -29,6 +29,7 @@ from modeling.adapters.merge import OpenAdapter, open_fetched
 from modeling.adapters.output_rows import OutputRows, added_bias, output_rows
 from modeling.adapters.pinned_pool import PinnedPool
 from modeling.adapters.projection import (
+    WHOLE_KINDS,
     BaseLinear,
     BaseRows,
     ModulePosition,
@@ -277,10 +278,11 @@ class HostAdapterCache:
         needs = zip(self._projections, shape.num_pages, self._size.pages, strict=True)
         for projection, count, most in needs:
             if count > most:
+                setting = "vocabulary_pages" if projection.kind in WHOLE_KINDS else "device_pages"
                 raise AdapterError(
                     AdapterRefusal.TOO_LARGE,
                     f"the adapter needs {count} pages of {projection.name}, this server's pool "
-                    f"has {most}: raise adapters.device_pages, or train with a smaller r",
+                    f"has {most}: raise adapters.{setting}, or train with a smaller r",
                 )
         if shape.host_bytes > self.capacity_bytes:
             raise AdapterError(

@@ -10,7 +10,7 @@ Several projections that share the input x add into column ranges of one y.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -54,4 +54,17 @@ class AdapterData(Protocol):
 
     def add(self, y: Tensor, x: Tensor, layer: int, targets: tuple[OutputSlice, ...]) -> None:
         """Add the deltas of `targets` at `layer` to y [tokens, out]; x: [tokens, in]."""
+        ...
+
+
+@runtime_checkable
+class EndAdapters(Protocol):
+    """What a step's adapters do at embedding and head (`vocabulary.py`)."""
+
+    def embed(self, y: Tensor, local_ids: Tensor, foreign: Tensor | None) -> None:
+        """Change y [tokens, hidden] by this rank's part of A, or of W'; see `local_ids`."""
+        ...
+
+    def logits(self, z: Tensor, x: Tensor) -> None:
+        """Change z [n, this rank's range] by the adapters of the head; x: [n, hidden]."""
         ...

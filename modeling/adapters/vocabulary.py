@@ -4,11 +4,12 @@
     head:      z[n, v] += sum_r (sum_i x[n, i] A[r, i]) Bt[r, v]    B cut over the vocabulary
 
 The embedding's delta joins before the all-reduce of the base product, the head's before the
-all-gather. Both are two small products for each adapter that has them, in plain torch.
+all-gather. Captured steps compute both in the kernels of the layers' deltas; other steps as two
+small products for each adapter that has them, in plain torch.
 
 An adapter may bring a whole matrix W' instead of factors. It then replaces W for the adapter's
 rows: y[t] = W'[id(t)], z[n] = W' x[n], cut like the base weight. W' itself is kept, because half
-precision would round the difference W' - W.
+precision would round the difference W' - W. Steps with such an adapter are not captured.
 """
 
 from collections.abc import Sequence
@@ -20,12 +21,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from modeling.adapters.bank import PAGE_ROWS, AdapterBank
-from modeling.adapters.product import AdapterData, OutputSlice, TokenGroup
-from modeling.adapters.projection import WHOLE_KINDS, Projection, ProjectionKind
+from modeling.adapters.product import AdapterData, EndAdapters, OutputSlice, TokenGroup
+from modeling.adapters.projection import TOKEN_KINDS, WHOLE_KINDS, Projection, ProjectionKind
 from modeling.adapters.token_rows import TokenRows
 from modeling.transfer import to_device
 from sharding.embedding import ParallelHead, VocabParallelEmbedding
 from sharding.slicing import whole
+
+VOCABULARY_KINDS = tuple(kind for kind in ProjectionKind if kind.of_vocabulary)
+REPLACING_KINDS = (*WHOLE_KINDS.values(), *TOKEN_KINDS.values())
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,7 @@ def _whole(end: Projection, num_rows: int, hidden: int) -> Projection:
 
 
 class VocabularyAdapters:
-    """A step's adapters: the kernel's for layers, and those of the two ends."""
+    """The adapters of a step that is not captured: the kernel's for layers, and the ends'."""
 
     def __init__(
         self,
@@ -99,8 +103,8 @@ class VocabularyAdapters:
         """token_slots: each token's adapter slot (-1: base); logit_slots: each logits row's."""
         kinds = {projection.kind: index for index, projection in enumerate(bank.projections)}
         self._layers = layers
-        self._embedding = kinds.get(ProjectionKind.EMBEDDING, -1)
-        self._head = kinds.get(ProjectionKind.HEAD, -1)
+        self._embedding = -1 if bank.embedding is None else bank.embedding
+        self._head = -1 if bank.head is None else bank.head
         self._tokens = _groups(bank, token_slots, self._embedding)
         self._logits = _groups(bank, logit_slots, self._head)
         self._whole_tokens = _matrices(bank, token_slots, kinds.get(ProjectionKind.WHOLE_EMBEDDING))
@@ -163,8 +167,12 @@ class VocabularyAdapters:
 
 def adapts_vocabulary(bank: AdapterBank, slots: Sequence[int]) -> bool:
     """Whether some adapter of a step (-1: base) changes the embedding or the head."""
-    ends = [i for i, p in enumerate(bank.projections) if p.kind.of_vocabulary]
-    return any(bank.adapts(slot, end) for end in ends for slot in set(slots) - {-1})
+    return bank.changes(slots, VOCABULARY_KINDS)
+
+
+def replaces_vocabulary(bank: AdapterBank, slots: Sequence[int]) -> bool:
+    """Whether some adapter of a step (-1: base) replaces rows of the embedding or the head."""
+    return bank.changes(slots, REPLACING_KINDS)
 
 
 def _groups(bank: AdapterBank, slots: npt.NDArray[np.int64], projection: int) -> list[TokenGroup]:
@@ -200,7 +208,7 @@ def embed_adapted(
 ) -> Tensor:
     """[tokens] to [tokens, hidden], with the step's adapters."""
     y = base.partial(input_ids)
-    if isinstance(adapter_data, VocabularyAdapters):
+    if isinstance(adapter_data, EndAdapters):
         adapter_data.embed(y, *base.local_ids(input_ids))
     y = base.reduce(y)
     if isinstance(adapter_data, VocabularyAdapters):
@@ -211,7 +219,7 @@ def embed_adapted(
 def logits_adapted(base: ParallelHead, x: Tensor, adapter_data: AdapterData | None) -> Tensor:
     """[n, hidden] to [n, vocab_size], with the step's adapters."""
     z = base.partial(x)
-    if isinstance(adapter_data, VocabularyAdapters):
+    if isinstance(adapter_data, EndAdapters):
         adapter_data.logits(z, x)
     z = base.gather(z)
     if isinstance(adapter_data, VocabularyAdapters):

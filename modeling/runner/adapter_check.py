@@ -5,7 +5,7 @@ It runs the reader that serves adapters (`peft.py`), so that both always agree.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import MappingProxyType
@@ -29,7 +29,7 @@ from modeling.adapters.peft_config import read_fields
 from modeling.adapters.peft_kinds import kind_name
 from modeling.adapters.peft_names import WEIGHTS_NAME
 from modeling.adapters.peft_tokens import ROWS_SUFFIX
-from modeling.adapters.projection import BaseRows, Projection, ProjectionKind
+from modeling.adapters.projection import WHOLE_KINDS, BaseRows, Projection, ProjectionKind
 from modeling.models.select import build_model
 from modeling.runner.loading import load_model, with_other_models
 from sharding.checkpoint import DummySource
@@ -88,21 +88,32 @@ class AdapterVerdict:
     cost: AdapterCost | None = field(default=None, compare=False)
 
 
-def adaptable(config: EngineConfig) -> tuple[Projection, ...]:
+def adaptable(
+    config: EngineConfig, base: Mapping[str, BaseRows] = MappingProxyType({})
+) -> tuple[Projection, ...]:
     """What adapters may change of the model, on one rank.
 
     Weights are read only where they decide: for models of transformers' modules, which are run once
-    to see what they compute, and where adapters may bring copies of embedding or head, which are
-    compared with the base model's.
+    to see what they compute. base: what copies of embedding and head are compared with; may be
+    empty for an adapter that holds none.
     """
     architecture = load_architecture(fetch_model_config(config.model))
     if padded_reason(architecture) is not None:
         return _padded(config, architecture).projections
-    if config.adapters.vocabulary or isinstance(architecture, GenericArchitecture):
+    if isinstance(architecture, GenericArchitecture):
         fetch_model(config.model)
         return load_model(config, SingleRank(), CPU).model.projections
     weights = Weights(DummySource(META, torch.float32), SingleRank(), torch.float32, META)
-    return with_other_models(build_model(architecture, weights), architecture)
+    model = build_model(architecture, weights)
+    if config.adapters.adapts_vocabulary:
+        model.adapt_vocabulary(whole_ends=config.adapters.vocabulary_copies > 0)
+    return tuple(_with_base(p, base) for p in with_other_models(model, architecture))
+
+
+def _with_base(projection: Projection, base: Mapping[str, BaseRows]) -> Projection:
+    """Return an embedding or a head with its weight, if that was read."""
+    found = base.get(f"{projection.module}.weight") if projection.kind in WHOLE_KINDS else None
+    return projection if found is None else replace(projection, base=found.rows)
 
 
 def base_tensors(config: EngineConfig, folder: Path) -> Mapping[str, BaseRows]:

@@ -7,13 +7,16 @@ from typing import cast
 import torch
 from torch import nn
 
+from configs.adapters import AdaptersConfig
 from configs.engine import EngineConfig
 from modeling.adapters.bank import AdapterBank, copy_bytes, page_bytes
 from modeling.adapters.kernels.select import select_kernel
 from modeling.adapters.linear import base_linears
+from modeling.adapters.projection import WHOLE_KINDS
 from modeling.adapters.score import ScoreHeads
 from modeling.attention.clamping import ClampWatch
 from modeling.attention.kv_layout import allocate_blocks
+from modeling.models.base import PagedModel
 from modeling.runner.block_tables import BatchSize
 from modeling.runner.cache import choose_cache
 from modeling.runner.captures import GraphSizes, StepGraphs, capture, graph_sizes_of
@@ -60,7 +63,7 @@ def load_paged(config: EngineConfig, group: TensorParallel, device: torch.device
         longest = total_tokens(config, weights.architecture)
         # Read behind the weights, so that the pools get their fraction of what is left.
         memory = device_memory(device) if device.type == "cuda" else None
-        pages = adapter_pages(config.adapters, page_bytes(model.projections, model.dtype), memory)
+        pages = adapter_pages(config.adapters, _page_bytes(config.adapters, model), memory)
         whole = copy_bytes(model.projections, model.dtype)
         copies = vocabulary_copies(config.adapters, whole, memory)
         size = bank_size(config.adapters, pages, copies)
@@ -95,6 +98,12 @@ def load_paged(config: EngineConfig, group: TensorParallel, device: torch.device
             adapter_plan=plan,
         )
     )
+
+
+def _page_bytes(config: AdaptersConfig, model: PagedModel) -> int:
+    """Return the bytes of one page of every pool that has as many as all others."""
+    alike = [p for p in model.projections if config.vocabulary or p.kind not in WHOLE_KINDS]
+    return page_bytes(alike, model.dtype)
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,7 @@ def load_model(config: EngineConfig, group: TensorParallel, device: torch.device
     if form is not None:
         refuse_gpu(device)
     model = build_model(architecture, Weights(source, group, dtype, device, form))
-    if config.adapters.enabled and config.adapters.vocabulary:
+    if config.adapters.enabled and config.adapters.adapts_vocabulary:
         model.adapt_vocabulary(whole_ends=config.adapters.vocabulary_copies > 0)
     if config.adapters.enabled:
         model.projections = with_other_models(model, architecture)

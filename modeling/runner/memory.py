@@ -12,6 +12,9 @@ from modeling.runner.block_tables import BatchSize
 DEFAULT_RANK = 16
 """The LoRA rank that a CPU's pools are sized for: the commonest one of published adapters."""
 
+VOCABULARY_SHARE = 8
+"""Pages of the layers' pools for one of embedding's and head's, where the config does not say."""
+
 CPU_POOL_BYTES = 256 * 2**20
 CPU_CACHE_BYTES = 512 * 2**20
 
@@ -57,6 +60,18 @@ def adapter_pages(config: AdaptersConfig, page_bytes: int, memory: DeviceMemory 
     return max(largest, min(wanted, budget // page_bytes))
 
 
+def vocabulary_pages(config: AdaptersConfig, pages: int) -> int:
+    """Return the pages of embedding's and head's pools; pages: of each other projection's.
+
+    Few adapters change them: unless the config says so, they take no page from the others.
+    """
+    if config.vocabulary_pages is not None:
+        return config.vocabulary_pages
+    if config.vocabulary:
+        return pages
+    return min(pages, max(-(-config.max_rank // PAGE_ROWS), pages // VOCABULARY_SHARE))
+
+
 def bank_size(config: AdaptersConfig, pages: int, copies: int = 0) -> BankSize:
     """Return the size of the adapters' pools; without pages there are no slots.
 
@@ -68,6 +83,7 @@ def bank_size(config: AdaptersConfig, pages: int, copies: int = 0) -> BankSize:
         max_rank=config.max_rank,
         host_bytes=config.host_bytes,
         copies=copies,
+        vocabulary_pages=vocabulary_pages(config, pages),
     )
 
 

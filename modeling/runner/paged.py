@@ -1,6 +1,5 @@
 """ModelRunner: one rank of a paged model. Plans' numbers in, tensors inside, sampled tokens out."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -8,10 +7,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from modeling.adapters.kernels.reference import NO_DELTAS
 from modeling.adapters.kernels.select import AdapterStepPlan
-from modeling.adapters.outputs import OutputAdapters
 from modeling.adapters.product import AdapterData
-from modeling.adapters.vocabulary import VocabularyAdapters, adapts_vocabulary
+from modeling.adapters.vocabulary import (
+    VocabularyAdapters,
+    adapts_vocabulary,
+    replaces_vocabulary,
+)
 from modeling.attention.base import AttentionBackend
 from modeling.attention.clamping import ClampWatch
 from modeling.attention.kv_layout import KvLayout
@@ -121,7 +124,7 @@ class ModelRunner(BaseRunner):
 
     def _replay(self, layout: StepLayout) -> SampledStep | None:
         """Run a captured decode step; None when none serves this step."""
-        if self._decode_graphs is None or self._is_eager(layout.adapter_slots):
+        if self._decode_graphs is None or replaces_vocabulary(self._bank, layout.adapter_slots):
             return None
         output = self._decode_graphs.run(layout)
         if output is None:
@@ -142,15 +145,14 @@ class ModelRunner(BaseRunner):
         """
         inputs = self._input_batch.inputs(layout)
         attention = prepare(self._backends, inputs)
-        hidden, layers = self._replay_piecewise(inputs, attention), None
+        hidden = self._replay_piecewise(inputs, attention)
         if hidden is None:
-            layers = self._adapters(inputs)
-            adapters = self._with_vocabulary(layers, layout)
+            adapters = self._with_vocabulary(self._adapters(inputs), layout)
             if inputs.sampling and not layout.prompt_rows:
                 logits = self._forward.logits(inputs, attention, adapters)
                 return self._sample(layout, inputs, logits), None
             hidden = self._forward.hidden(inputs, attention, adapters)
-        head, scores = partial(self._head, layout, layers), None
+        head, scores = partial(self._head, layout), None
         if layout.prompt_rows:
             scores = self._prompts.read(layout.prompt_rows, hidden, self._input_batch.tokens, head)
         if not inputs.sampling:
@@ -160,17 +162,15 @@ class ModelRunner(BaseRunner):
 
     def _replay_piecewise(self, inputs: StepInputs, attention: StepPlans) -> Tensor | None:
         """Return the hidden states of a step in graph pieces; None when none serve this step."""
-        if self._piecewise_graphs is None or self._is_eager(inputs.adapter_slots):
+        if self._piecewise_graphs is None or replaces_vocabulary(self._bank, inputs.adapter_slots):
             return None
         hidden = self._piecewise_graphs.run(inputs, attention)
         self.num_captured += hidden is not None
         return hidden
 
-    def _head(
-        self, layout: StepLayout, layers: AdapterData | None, hidden: Tensor, at: Ints
-    ) -> Tensor:
+    def _head(self, layout: StepLayout, hidden: Tensor, at: Ints) -> Tensor:
         """Return the logits of those of a step's tokens that are `at` these indices."""
-        adapters = self._with_vocabulary(layers, replace(layout, last_tokens=at))
+        adapters = self._with_vocabulary(NO_DELTAS, replace(layout, last_tokens=at))
         return self._forward.model.head(hidden, adapters)
 
     def _sample(self, layout: StepLayout, inputs: StepInputs, logits: Tensor) -> SampledStep:
@@ -189,17 +189,9 @@ class ModelRunner(BaseRunner):
         if max(slots) < 0:
             return None
         if self._adapter_plan is None:
-            found = self._kernel.batch(self._bank, slots, lengths)
-        else:
-            tiles = self._adapter_plan.update(slots, lengths)
-            found = self._adapter_plan.batch(sum(lengths), tiles)
-        if self._bank.changes_outputs(slots):
-            return OutputAdapters(found, self._bank, slots, lengths)
-        return found
-
-    def _is_eager(self, slots: Sequence[int]) -> bool:
-        """Return whether an adapter of a step does what captured steps do not compute."""
-        return adapts_vocabulary(self._bank, slots) or self._bank.changes_outputs(slots)
+            return self._kernel.batch(self._bank, slots, lengths)
+        tiles = self._adapter_plan.update(slots, lengths)
+        return self._adapter_plan.batch(sum(lengths), tiles)
 
     def _with_vocabulary(
         self, adapters: AdapterData | None, layout: StepLayout

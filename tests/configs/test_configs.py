@@ -82,7 +82,7 @@ def test_a_quantised_model_may_have_many_ranks(tmp_path: Path) -> None:
         ({"cache": {"block_size": 0}}, "block_size"),
         ({"device": "tpu"}, "device"),
         ({"adapters": {"memory_fraction": float("nan")}}, "memory_fraction"),
-        ({"adapters": {"vocabulary_copies": 1}}, "needs adapters.vocabulary"),
+        ({"adapters": {"vocabulary_copies": 1, "vocabulary": False}}, "needs adapters.vocabulary"),
     ],
 )
 def test_wrong_engines_are_refused_by_name(change: dict[str, Any], message: str) -> None:

@@ -15,7 +15,15 @@ from modeling.runner.loading import pick_device
 from modeling.runner.paged import ModelRunner
 from modeling.sampling import prompt_scores as prompts
 from sharding.group import SingleRank
-from tests.modeling.parity import ADAPTERS, BASE, World, engine_config, place_all, poison
+from tests.modeling.parity import (
+    ADAPTERS,
+    BASE,
+    VOCABULARY_ADAPTERS,
+    World,
+    engine_config,
+    place_all,
+    poison,
+)
 from tests.modeling.prompts import Prompts, check_answers, prompt_of, questions
 from tests.modeling.stepping import Asked, generate
 from tests.oracle import prompt_truth
@@ -26,6 +34,7 @@ pytestmark = [
 ]
 
 NAMES = [BASE, *ADAPTERS]
+CHANGING = ("plain", "dora", "some", "biased", "trained")
 ADAPTERS_BY_TURNS = ("r8", "r24", "patterns")
 
 
@@ -51,7 +60,10 @@ def make_runner(
         cache=CacheConfig(num_blocks=num_blocks, device_memory_fraction=0.5),
         limits=LimitsConfig(max_running=16, max_step_tokens=256),
         adapters=AdaptersConfig(
-            device_pages=40, max_device_adapters=10, max_rank=64, host_bytes=2**26
+            device_pages=40,
+            max_device_adapters=10,
+            max_rank=64,
+            host_bytes=2**26,
         ),
     )
     return load_paged(config, SingleRank(), pick_device(Device.CUDA)).allocate()
@@ -61,10 +73,14 @@ KINDS = [
     (("llama", "gqa"), NAMES),
     (("llama_tokens", "odd_vocab_tied"), [BASE, "tokens", "embedding", "both", "plain", "head"]),
     (("gpt2_parameters", "plain"), [BASE, "parameters", "some", "plain"]),
+    (("llama_dora", "gqa"), [BASE, *CHANGING]),
+    (("gpt2_dora", "plain"), [BASE, *CHANGING]),
+    (("vocabulary", "gqa"), [BASE, *VOCABULARY_ADAPTERS]),
 ]
 
 
 @pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore::UserWarning")  # PEFT's, of biases
 @pytest.mark.parametrize(("kind", "names"), KINDS)
 def test_greedy_tokens_are_the_oracles(
     world: World, kind: tuple[str, str], names: list[str]

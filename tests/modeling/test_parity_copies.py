@@ -129,7 +129,9 @@ def test_they_are_judged_without_a_server(world: World, tmp_path: Path) -> None:
 
     def reasons() -> tuple[str, ...]:
         base = base_tensors(config, folder)
-        return judge(folder, adaptable(config), AdaptersConfig(), lambda *_: None, base).reasons
+        return judge(
+            folder, adaptable(config, base), AdaptersConfig(), lambda *_: None, base
+        ).reasons
 
     assert reasons() == ()
     change(folder, 1, lambda tensor: -tensor)

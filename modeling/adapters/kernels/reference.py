@@ -44,11 +44,17 @@ class ReferenceBatch:
             for target in wanted:
                 factors = group.adapter.factors(target.projection, layer)
                 part = y[:, target.offset : target.offset + factors.bt.shape[1]]
+                if group.adapter.output_rows(target.projection).changes_outputs:
+                    part[rows] = group.adapter.change_outputs(part[rows], target.projection, layer)
                 # One operation for tokens that lie together, as those of most steps do.
                 if isinstance(rows, slice):
                     part[rows].addmm_(inputs @ factors.a, factors.bt)
                 else:
                     part.index_add_(0, rows, inputs @ factors.a @ factors.bt)
+
+
+NO_DELTAS = ReferenceBatch(())
+"""Adapters of a step after its layers, which are computed already."""
 
 
 def reference_batch(bank: AdapterBank, slots: Sequence[int], lengths: Sequence[int]) -> AdapterData:

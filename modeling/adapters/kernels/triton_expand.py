@@ -1,8 +1,9 @@
 """The expand of the multi-adapter product: rank rows times B, added to the outputs.
 
-    expand:  y[token(p), o + j] += sum_r s[p, r] * Bt[row(p, r), j]
+    expand:  y[token(p), o + j] += c[j] y[token(p), o + j] + d[j] + sum_r s[p, r] * Bt[row(p, r), j]
 
-Tiles, records and pools are those of the shrink (triton_shrink.py), which leaves s.
+c, d: rows of Bt that some adapters have (output_rows.py), 0 for the others. Tiles, records and
+pools are those of the shrink (triton_shrink.py), which leaves s.
 """
 
 from typing import Any
@@ -55,15 +56,26 @@ def _expanded(bt: "Any", s: "Any", acc: "Any") -> "Any":
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _output_row(bt: "Any", row: "Any", layer: "Any", width: "Any", n: "Any") -> "Any":
+    """Row `row` of layer 0, at another layer: columns n, [n, 1]; zeros where there is none."""
+    at = (row.to(tl.int64) + layer * 8) * width
+    found = tl.load(bt + at + n, mask=(n < width) & (row >= 0), other=0.0)
+    return found.to(tl.float32)[:, None]
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _expand_tile(
     bt: "Any", table: "Any", rank: "Any", layer: "Any", width: "Any", n: "Any", live: "Any",
-    out: "Any",
+    out: "Any", scale_row: "Any", bias_row: "Any",
     partials: "Any", rows: "Any", num_splits: "Any", split_stride: "Any",
     TABLE_PAGES: tl.constexpr, LAYERS: tl.constexpr,
     MAX_RANK: tl.constexpr, SPLITS: tl.constexpr, SUMMED: tl.constexpr, ROWS: tl.constexpr,
-    PDL: tl.constexpr,
+    PDL: tl.constexpr, OUTPUTS: tl.constexpr,
 ) -> None:
-    """out[j, p] += sum_r s[r, p] * Bt[r, n[j]], ROWS rank rows at once."""
+    """out[j, p] += sum_r s[r, p] * Bt[r, n[j]], ROWS rank rows at once.
+
+    OUTPUTS: of an adapter with output rows: out[j, p] += c[j] out[j, p] + d[j] too.
+    """
     r = tl.arange(0, ROWS)
     # The first rows come while the shrink still runs.
     b_rows = pool_rows(bt, pages_of(table, r, TABLE_PAGES), layer, r, width, LAYERS)
@@ -86,14 +98,18 @@ def _expand_tile(
             s = _sums(partials, rows, live, r, rank, num_splits, split_stride, SPLITS, SUMMED)
             acc = _expanded(b_tile, s, acc)
         # Added in float32, so that the delta is rounded once, with the sum.
-        tl.store(out, (old.to(tl.float32) + acc).to(old.dtype), mask=out_mask)
+        total = old.to(tl.float32)
+        if OUTPUTS:
+            scale = _output_row(bt, scale_row, layer, width, n)
+            total += scale * total + _output_row(bt, bias_row, layer, width, n)
+        tl.store(out, (total + acc).to(old.dtype), mask=out_mask)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)  # type: ignore[untyped-decorator]
 def expand_kernel(
     y: "Any", b0: "Any", b1: "Any", b2: "Any",
     records: "Any", page_table: "Any", ranks: "Any",
-    partials: "Any",
+    partials: "Any", output_rows: "Any",
     projection0: "Any", projection1: "Any", projection2: "Any", layer: "Any",
     width0: "Any", width1: "Any", width2: "Any", offset0: "Any", offset1: "Any", offset2: "Any",
     y_stride: "Any", num_splits: "Any", positions: "Any",
@@ -126,6 +142,8 @@ def expand_kernel(
         record = records + tile * (HEADER + BLOCK_M)
         entry = slot * PROJECTIONS + projection
         rank = tl.load(ranks + entry * TABLE_LAYERS + layer)
+        scale_row = tl.load(output_rows + entry * 2)
+        bias_row = tl.load(output_rows + entry * 2 + 1)
         table = page_table + entry * TABLE_PAGES
         first = tl.load(record + 1)
         tokens = tl.load(record + HEADER + m)
@@ -134,17 +152,25 @@ def expand_kernel(
         slot = tl.load(records + later * (HEADER + BLOCK_M), mask=later < num_tiles, other=0)
         out = y + (tokens.to(tl.int64) * y_stride + offset)[None, :] + n[:, None]
         rows = target * SPLITS * split_stride + (first + m) * MAX_RANK
-        if rank <= BLOCK_R:
+        # A copy of the code for adapters with output rows: in the one that plain adapters run, they
+        # would change the layout of its tensors.
+        if (scale_row >= 0) | (bias_row >= 0):
             _expand_tile(
-                bt, table, rank, layer, width, n, tokens >= 0, out,
+                bt, table, rank, layer, width, n, tokens >= 0, out, scale_row, bias_row,
                 partials, rows, num_splits, split_stride,
-                TABLE_PAGES, LAYERS, MAX_RANK, SPLITS, SUMMED, BLOCK_R, PDL,
+                TABLE_PAGES, LAYERS, MAX_RANK, SPLITS, SUMMED, BLOCK_R, PDL, True,
+            )
+        elif rank <= BLOCK_R:
+            _expand_tile(
+                bt, table, rank, layer, width, n, tokens >= 0, out, scale_row, bias_row,
+                partials, rows, num_splits, split_stride,
+                TABLE_PAGES, LAYERS, MAX_RANK, SPLITS, SUMMED, BLOCK_R, PDL, False,
             )
         else:
             _expand_tile(
-                bt, table, rank, layer, width, n, tokens >= 0, out,
+                bt, table, rank, layer, width, n, tokens >= 0, out, scale_row, bias_row,
                 partials, rows, num_splits, split_stride,
-                TABLE_PAGES, LAYERS, MAX_RANK, SPLITS, SUMMED, MORE_ROWS, PDL,
+                TABLE_PAGES, LAYERS, MAX_RANK, SPLITS, SUMMED, MORE_ROWS, PDL, False,
             )
     if PDL:
         gdc_wait()

@@ -56,7 +56,7 @@ class Form:
 
 HALF = (
     Form(64, 8, 16, 16, Blocks(128, 2, 4), Blocks(512, 8), programs=1024, more_rows=32),
-    Form(128, 8, 16, 16, Blocks(128, 2, 4), Blocks(512, 8), programs=1024),
+    Form(128, 8, 16, 16, Blocks(128, 2, 4), Blocks(512, 8, registers=80), programs=1024),
     Form(512, 8, 16, 8, Blocks(128, 2, 4), Blocks(256, 4, registers=80)),
     Form(ANY, 16, 16, 4, Blocks(128, 2, 4), Blocks(256, 4, registers=80), 4096, summed=True),
 )

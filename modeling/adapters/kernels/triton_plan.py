@@ -16,6 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from modeling.adapters.bank import AdapterBank
 from modeling.adapters.kernels.tiles import HEADER, cut_tiles
+from modeling.adapters.kernels.triton_embed import embed_kernel
 from modeling.adapters.kernels.triton_expand import expand_kernel
 from modeling.adapters.kernels.triton_forms import Blocks, Form, forms_of
 from modeling.adapters.kernels.triton_product import (
@@ -77,6 +78,7 @@ class TritonPlan:
         self.max_rank = -(-bank.size.max_rank // widest) * widest
         self.dependent_launch = has_dependent_launch(device)
         self.shrink, self.expand = Launcher(shrink_kernel), Launcher(expand_kernel)
+        self.embed = Launcher(embed_kernel)
         used = self._used_forms()
         records = max(self.max_tiles(tokens) * (HEADER + form.tile_tokens) for form, tokens in used)
         partials = max(form.splits * tokens for form, tokens in used)
@@ -120,8 +122,10 @@ class TritonPlan:
 
     def batch(self, num_tokens: int, num_tiles: int | None = None) -> "TritonBatch":
         """Return the data of steps of so many tokens; num_tiles: `update`'s, None to capture."""
-        tiles = self.max_tiles(num_tokens) if num_tiles is None else num_tiles
-        return TritonBatch(self, num_tokens, tiles)
+        if num_tiles is not None:
+            return TritonBatch(self, num_tokens, num_tiles)
+        kind = TritonBatch if self.bank.embedding is None else TritonEnds
+        return kind(self, num_tokens, self.max_tiles(num_tokens))
 
     def group(self, targets: tuple[OutputSlice, ...]) -> LaunchGroup:
         """Return what a launch for these targets reads, made once."""
@@ -253,7 +257,7 @@ class TritonBatch:
         num_blocks = sum(-(-width // blocks.columns) for width in group.outputs)
         # fmt: off
         arguments = (
-            y, *group.bt, *self._tables, *group.projections, layer,
+            y, *group.bt, *self._tables, self._plan.bank.output_rows, *group.projections, layer,
             *group.outputs, *group.offsets, y.stride(0), num_splits, self._num_tokens,
         )
         # fmt: on
@@ -270,6 +274,39 @@ class TritonBatch:
             "maxnreg": blocks.registers,
             **self._launch,
         }
+
+
+class TritonEnds(TritonBatch):
+    """The adapters of a captured step, of embedding and head too; see `EndAdapters`.
+
+    Every token gets logits, if any does.
+    """
+
+    def embed(self, y: Tensor, local_ids: Tensor, foreign: Tensor | None) -> None:
+        """y[t, o] += sum_r A[r, local_ids[t]] Bt[r, o]; y: [tokens, hidden]."""
+        plan = self._plan
+        assert plan.bank.embedding is not None
+        group = plan.group((OutputSlice(plan.bank.embedding, 0),))
+        # fmt: off
+        arguments = (
+            local_ids, local_ids if foreign is None else foreign.view(torch.uint8), group.a[0],
+            *self._tables, group.projections[0], group.inputs,
+        )
+        # fmt: on
+        names = ("PROJECTIONS", "TABLE_PAGES", "TABLE_LAYERS", "MAX_RANK", "HEADER", "BLOCK_M")
+        constants = {name: self._constants[name] for name in (*names, "PDL")}
+        constants |= {"LAYERS": group.layers, "ROWS": self._form.rank_rows}
+        constants["HAS_FOREIGN"] = foreign is not None
+        key = (*self._key, group.key, constants["HAS_FOREIGN"], aligned(arguments[0], arguments[1]))
+        plan.embed(key, (self._num_tiles,), arguments, constants, {"num_warps": 1, **self._launch})
+        self._expand(y, 0, group, 1)
+
+    def logits(self, z: Tensor, x: Tensor) -> None:
+        """z[t, v] += sum_r (sum_i x[t, i] A[r, i]) Bt[r, v]; z: [tokens, this rank's range]."""
+        bank = self._plan.bank
+        assert bank.head is not None
+        if bank.projections[bank.head].local_outputs:  # A rank may have padding alone.
+            self.add(z, x, 0, (OutputSlice(bank.head, 0),))
 
 
 def triton_batch(bank: AdapterBank, slots: Sequence[int], lengths: Sequence[int]) -> TritonBatch:

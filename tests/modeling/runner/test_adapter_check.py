@@ -105,10 +105,10 @@ def test_whoever_is_refused_here_is_refused_by_the_reader(tmp_path: Path) -> Non
         assert bool(verdict(folder).reasons) == refused
 
 
-@pytest.mark.parametrize("vocabulary", [False, True])
+@pytest.mark.parametrize("vocabulary", [False, None])
 @pytest.mark.parametrize("write", [write_llama, write_gpt2, write_opt, write_gpt_neox])
 def test_the_model_is_judged_as_it_is_served(
-    write: Callable[[Path], Path], vocabulary: bool, tmp_path: Path
+    write: Callable[[Path], Path], vocabulary: bool | None, tmp_path: Path
 ) -> None:
     config = EngineConfig(
         model=ModelConfig(id=str(write(tmp_path / "model"))),

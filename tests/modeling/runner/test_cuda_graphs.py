@@ -9,12 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from configs.adapters import AdaptersConfig
 from configs.engine import CacheConfig
 from configs.wire.plan import RequestJoin, StepRow
 from configs.wire.sampling import Sampling
 from modeling.adapters.bank import AdapterBank
 from modeling.adapters.kernels.reference import reference_batch
 from modeling.adapters.product import AdapterData, OutputSlice
+from modeling.adapters.vocabulary import VocabularyAdapters
 from modeling.attention.base import AttentionSpec, AttentionStep, GraphAttention, Words
 from modeling.attention.kv_cache import LayerCache
 from modeling.attention.kv_layout import allocate_blocks
@@ -41,6 +43,11 @@ CPU = torch.device("cpu")
 
 
 NUM_BLOCKS, BLOCK_SIZE = 96, 16
+MIXES = [
+    ((), (-1,)),
+    (("plain", "dora", "trained"), (-1, 0, 1, 2)),
+    (("everything", "head", "embedding"), (-1, 0, 1, 2)),
+]
 
 
 @pytest.mark.parametrize(
@@ -134,7 +141,9 @@ class LateAdapters:
         return 0
 
     def batch(self, num_tokens: int, num_tiles: int | None = None) -> AdapterData:
-        return BaseAlone(self.bank) if num_tiles == 0 else self
+        if num_tiles == 0:
+            return BaseAlone(self.bank)
+        return self if self.bank.embedding is None else LateEnds(self)
 
     def has_product(self, x: Tensor, weight: Tensor, targets: tuple[OutputSlice, ...]) -> bool:
         return False
@@ -154,6 +163,27 @@ class BaseAlone(LateAdapters):
 
     def add(self, y: Tensor, x: Tensor, layer: int, targets: tuple[OutputSlice, ...]) -> None:
         pass
+
+
+class LateEnds(LateAdapters):
+    """With embedding and head."""
+
+    def __init__(self, plan: LateAdapters) -> None:
+        super().__init__(plan.bank)
+        self._plan = plan
+
+    def add(self, y: Tensor, x: Tensor, layer: int, targets: tuple[OutputSlice, ...]) -> None:
+        self._plan.add(y, x, layer, targets)
+
+    def embed(self, y: Tensor, local_ids: Tensor, foreign: Tensor | None) -> None:
+        self._ends().embed(y, local_ids, foreign)
+
+    def logits(self, z: Tensor, x: Tensor) -> None:
+        self._ends().logits(z, x)
+
+    def _ends(self) -> VocabularyAdapters:
+        slots = np.repeat(np.array(self._plan.rows[0]), self._plan.rows[1])
+        return VocabularyAdapters(self, self.bank, slots, slots)
 
 
 def make_parts() -> GraphParts:
@@ -247,15 +277,22 @@ def capture_on_cpu(runner: ModelRunner) -> DecodeGraphs:
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, top_p=0.9, logprobs=2)])
-@pytest.mark.parametrize("slots", [(-1,), (-1, 0, 1)])
-def test_replays_are_steps(world: World, slots: tuple[int, ...], sampling: Sampling) -> None:
+@pytest.mark.parametrize(("names", "slots"), MIXES)
+def test_replays_are_steps(
+    world: World, names: tuple[str, ...], slots: tuple[int, ...], sampling: Sampling
+) -> None:
     """Requests join and leave between replays; nine are too many for the largest size."""
+    family = ("vocabulary", "gqa") if "head" in names else ("llama_dora", "biases")
+    adapters = AdaptersConfig(
+        device_pages=40, max_device_adapters=3, max_rank=16, vocabulary="head" in names
+    )
     config = engine_config(
-        world.model("llama", "gqa"),
+        world.model(*family),
         cache=CacheConfig(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE),
+        adapters=adapters,
     )
     runner = load_paged(config, SingleRank(), CPU).allocate()
-    folders = [world.adapter("llama", "gqa", name) for name in ("r8", "r24")]
+    folders = [world.adapter(*family, name) for name in names]
     place_all(runner, [folder for folder in folders if folder is not None])
     asked = requests(slots, sampling=sampling)
     expected = generate(runner, asked, NUM_BLOCKS, BLOCK_SIZE)

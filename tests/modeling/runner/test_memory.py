@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 
 from configs.adapters import AdaptersConfig
@@ -12,6 +14,7 @@ from modeling.runner.memory import (
     cpu_blocks,
     cuda_blocks,
     vocabulary_copies,
+    vocabulary_pages,
 )
 
 GIB = 2**30
@@ -52,6 +55,21 @@ def test_a_gpu_caches_with_what_is_left() -> None:
     assert cuda_blocks(ENGINE, memory, 2 * GIB, GIB) == 72 - 30 - 2
     with pytest.raises(ValueError, match=r"no memory is left.*device_memory_fraction is 0\.9"):
         cuda_blocks(ENGINE, memory, 42 * GIB, GIB)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, 40),
+        ({"max_rank": 512}, 64),
+        ({"vocabulary": True}, 320),
+        ({"vocabulary_pages": 3}, 3),
+        ({"vocabulary": True, "vocabulary_pages": 3}, 3),
+    ],
+)
+def test_embedding_and_head_have_pages_of_their_own(fields: dict[str, Any], expected: int) -> None:
+    assert vocabulary_pages(AdaptersConfig(**fields), 320) == expected
+    assert vocabulary_pages(AdaptersConfig(max_rank=512), 5) == 5
 
 
 def test_whole_embeddings_and_heads_must_fit() -> None:

@@ -1,6 +1,7 @@
 """Captured mixed steps as CUDA graphs: what they leave is what launches leave."""
 
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,16 +13,24 @@ from configs.wire.sampling import Sampling
 from modeling.runner.forward import prepare
 from modeling.runner.paged import ModelRunner
 from modeling.runner.piecewise import PiecewiseGraphs
-from tests.checkpoints import write_adapter, write_llama
+from tests.checkpoints import write_llama
 from tests.modeling.no_waits import no_synchronisation
 from tests.modeling.parity import place_all
 from tests.modeling.runner.test_cuda_graphs import BLOCK_SIZE, NUM_BLOCKS, requests
-from tests.modeling.runner.test_graphs_cuda import WIDE, make_runner
+from tests.modeling.runner.test_graphs_cuda import (
+    ENDS,
+    KINDS,
+    OPEN,
+    WIDE,
+    make_runner,
+    write_kinds,
+)
 from tests.modeling.stepping import generate
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),  # PEFT's, of biases
 ]
 
 
@@ -35,22 +44,30 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def runner(tmp_path_factory: pytest.TempPathFactory, backend: str) -> ModelRunner:
-    """One whose mixed steps are captured, with an adapter in slot 0."""
+    """One whose mixed steps are captured, with an adapter of each kind."""
     root = tmp_path_factory.mktemp("segments")
     write_llama(root / "model", "gqa", **WIDE)
-    write_adapter(root / "adapter", root / "model")
+    write_kinds(root)
     made = make_runner(root / "model", attention=backend, cuda_graphs=CudaGraphs.ALL)
-    place_all(made, [root / "adapter"])
+    place_all(made, [root / name for name in KINDS])
     return made
 
 
 def hidden_states(runner: ModelRunner, lengths: list[int], slots: list[int]) -> tuple[Any, Any]:
-    """What a replay and what launches leave of one step: rows of these lengths and adapters."""
+    """What a replay and what launches leave of one step: rows of these lengths and adapters.
+
+    Each adapter is active from a third of its row on.
+    """
     segments = runner._piecewise_graphs
     assert isinstance(segments, PiecewiseGraphs)
     joins = [
         RequestJoin(
-            place, [(5 * i + place) % 60 + 3 for i in range(length)], length, slot, Sampling()
+            place,
+            [(5 * i + place) % 60 + 3 for i in range(length)],
+            length,
+            slot,
+            Sampling(),
+            active_from=length // 3,
         )
         for place, (length, slot) in enumerate(zip(lengths, slots, strict=True))
     ]
@@ -60,7 +77,8 @@ def hidden_states(runner: ModelRunner, lengths: list[int], slots: list[int]) -> 
         StepRow(place, 0, length, list(range(first, first - -length // BLOCK_SIZE)), True)
         for place, (length, first) in enumerate(zip(lengths, starts, strict=True))
     ]
-    inputs = runner._input_batch.inputs(runner._input_batch.layout(rows))
+    layout = runner._input_batch.layout(rows)
+    inputs = runner._input_batch.inputs(layout)
     found = []
     with torch.inference_mode():
         for replayed in (True, False):
@@ -68,7 +86,7 @@ def hidden_states(runner: ModelRunner, lengths: list[int], slots: list[int]) -> 
             if replayed:
                 hidden = segments.run(inputs, step)
             else:
-                adapters = runner._adapters(inputs)
+                adapters = runner._with_vocabulary(runner._adapters(inputs), layout)
                 hidden = runner._forward.hidden(inputs, step, adapters)
             assert hidden is not None
             found.append(hidden.float().clone())
@@ -77,7 +95,15 @@ def hidden_states(runner: ModelRunner, lengths: list[int], slots: list[int]) -> 
 
 @pytest.mark.parametrize(
     ("lengths", "slots"),
-    [([64], [-1]), ([64], [0]), ([1, 1, 40], [0, -1, 0]), ([130], [0]), ([1, 7, 90], [-1, 0, -1])],
+    [
+        ([64], [-1]),
+        ([64], [0]),
+        ([1, 1, 40], [0, -1, 0]),
+        ([130], [0]),
+        ([1, 7, 90], [-1, 0, -1]),
+        ([64], [1]),
+        ([1, 9, 1, 80], [2, 1, -1, 0]),
+    ],
 )
 def test_hidden_states_of_replays_are_those_of_launches(
     runner: ModelRunner, lengths: list[int], slots: list[int]
@@ -88,11 +114,24 @@ def test_hidden_states_of_replays_are_those_of_launches(
     assert error < 3e-2, float(error)
 
 
-@pytest.mark.parametrize("slots", [(-1,), (-1, 0)])
+@pytest.mark.parametrize("slots", [(-1,), (-1, 0, 1, 2)])
 def test_every_step_is_captured(runner: ModelRunner, backend: str, slots: tuple[int, ...]) -> None:
     """And none waits for the device, once it is warm; SDPA's masks of mixed steps do."""
     generate(runner, requests(slots), NUM_BLOCKS, BLOCK_SIZE)
     runner.num_steps = runner.num_captured = 0
     with no_synchronisation() if backend == "flashinfer" else nullcontext():
         generate(runner, requests(slots), NUM_BLOCKS, BLOCK_SIZE)
+    assert runner.num_steps == runner.num_captured > 20
+
+
+def test_replays_embed_as_adapters_do(tmp_path: Path) -> None:
+    write_llama(tmp_path / "model", "gqa", **WIDE)
+    write_kinds(tmp_path)
+    fields = {"adapters": OPEN, "cuda_graphs": CudaGraphs.ALL, "attention": "sdpa"}
+    runner = make_runner(tmp_path / "model", **fields)
+    place_all(runner, [tmp_path / name for name in ENDS])
+    for lengths, slots in (([64], [0]), ([1, 9, 1, 80], [0, 1, -1, 2])):
+        replayed, launched = hidden_states(runner, lengths, slots)
+        assert (replayed - launched).norm() / launched.norm() < 3e-2
+    generate(runner, requests([-1, 0, 1, 2]), NUM_BLOCKS, BLOCK_SIZE)
     assert runner.num_steps == runner.num_captured > 20

@@ -1,0 +1,92 @@
+"""The Triton kernels of adapters against the equation, on a CPU, by Triton's interpreter.
+
+It needs TRITON_INTERPRET=1 in the environment, and numpy below 2.4.
+"""
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from modeling.adapters.kernels.triton_forms import Blocks, Form
+from modeling.adapters.product import EndAdapters, OutputSlice
+from modeling.adapters.projection import ProjectionKind
+from tests.modeling.adapters.loaded_bank import NUM_LAYERS, Case, fill_bank, truth
+from tests.modeling.attention.test_triton_interpreted import Interpreted
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1"
+)
+
+SHAPES = [(48, 40), (48, 24), (48, 8), (20, 24)]
+CASES = [
+    Case(48, (OutputSlice(0, 3), OutputSlice(1, 43), OutputSlice(2, 67)), 80),
+    Case(20, (OutputSlice(3, 0),), 24),
+]
+CPU = torch.device("cpu")
+RANKS = [8, 16, 1, 24, 5, 3, 16, 32]
+FORM = Form(64, 8, 16, 4, Blocks(32, 4), Blocks(16, 4), programs=8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("rows", [[(s, 1) for s in range(-1, 8)] * 3, [(3, 9), (-1, 4), (7, 2)]])
+def test_output_rows_beside_plain_adapters_and_the_base(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, rows: list[tuple[int, int]]
+) -> None:
+    pytest.importorskip("triton")
+    from modeling.adapters.kernels import triton_plan
+
+    monkeypatch.setattr(triton_plan, "Launcher", Interpreted)
+    ranks = torch.tensor(RANKS)[:, None, None].repeat(1, len(SHAPES), NUM_LAYERS)
+    ranks[0, :, 1] = 0
+    bank = fill_bank(SHAPES, ranks, dtype, CPU, max_rank=32)
+    slots, lengths = [list(column) for column in zip(*rows, strict=True)]
+    of = torch.tensor([slot for slot, length in rows for _ in range(length)])
+    plan: Any = triton_plan.TritonPlan(bank, len(of), [FORM])
+    plan.partials.fill_(float("nan"))
+    plan.update(slots, lengths)
+    data = plan.batch(len(of))
+    for case in CASES:
+        for layer in range(NUM_LAYERS):
+            x = torch.randn(len(of), case.inputs).to(dtype)
+            y = torch.randn(len(of), case.outputs).to(dtype)
+            expected = truth(bank, y, x, layer, case.targets, of)
+            before = y.clone()
+            data.add(y, x, layer, case.targets)
+            torch.testing.assert_close(y.double(), expected, rtol=2e-3, atol=2e-3)
+            assert torch.equal(y[of < 0], before[of < 0])
+
+
+@pytest.mark.parametrize("foreign", [True, False])
+def test_embedding_and_head_in_a_captured_step(
+    monkeypatch: pytest.MonkeyPatch, foreign: bool
+) -> None:
+    pytest.importorskip("triton")
+    from modeling.adapters.kernels import triton_plan
+
+    monkeypatch.setattr(triton_plan, "Launcher", Interpreted)
+    vocab, hidden = 50, 24
+    ranks = torch.tensor([0, *RANKS])[:, None, None].repeat(1, 2, NUM_LAYERS)
+    kinds = {0: ProjectionKind.EMBEDDING, 1: ProjectionKind.HEAD}
+    shapes = [(vocab, hidden), (hidden, vocab)]
+    bank = fill_bank(shapes, ranks, torch.float32, CPU, max_rank=32, kinds=kinds)
+    of = torch.arange(30) % 10 - 1
+    plan: Any = triton_plan.TritonPlan(bank, len(of), [FORM])
+    plan.partials.fill_(float("nan"))
+    plan.update(of.tolist(), [1] * len(of))
+    data = plan.batch(len(of))
+    assert isinstance(data, EndAdapters)
+    ids = torch.randint(vocab, of.shape)
+    others = torch.rand(len(of)) < 0.3 if foreign else None
+    x = torch.nn.functional.one_hot(ids, vocab).float()
+    if others is not None:
+        x[others] = 0
+    y, z = torch.randn(len(of), hidden), torch.randn(len(of), vocab + 3)
+    expected = truth(bank, y, x, 0, (OutputSlice(0, 0),), of)
+    logits = truth(bank, z, y, 0, (OutputSlice(1, 0),), of)
+    data.logits(z, y.clone())
+    torch.testing.assert_close(z.double(), logits, rtol=1e-4, atol=1e-4)
+    data.embed(y, ids, others)
+    torch.testing.assert_close(y.double(), expected, rtol=1e-4, atol=1e-4)
+    assert not isinstance(plan.batch(len(of), 3), EndAdapters)
