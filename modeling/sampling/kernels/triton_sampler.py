@@ -63,7 +63,7 @@ class _Launch:
     def constants(self) -> dict[str, Any]:
         """What kernels that read parts are compiled for."""
         spread = triton.next_power_of_2(self.parts)
-        return {"width": WIDTH, "spread": spread, **EXACT}
+        return {"width": WIDTH, "spread": spread, "num_warps": 8, **EXACT}
 
 
 @dataclass(frozen=True)
