@@ -32,11 +32,11 @@ def fp8(
         row,
         scales.t(),
         row,
-        bias=bias,
-        output_dtype=x.dtype,
+        # With scales of rows the library writes no other type.
+        output_dtype=torch.bfloat16,
         use_fast_accum=True,
     )
-    return y if out is None else out.copy_(y)
+    return _added(y.to(x.dtype), bias, out)
 
 
 def fp8_blocks(
@@ -57,11 +57,9 @@ def fp8_blocks(
         ScalingType.BlockWise1x128,
         blocks.t(),
         ScalingType.BlockWise128x128,
-        output_dtype=x.dtype,
+        output_dtype=torch.bfloat16,
     )[: len(x)]
-    if bias is not None:
-        y = y + bias
-    return y if out is None else out.copy_(y)
+    return _added(y.to(x.dtype), bias, out)
 
 
 def integers(
@@ -84,4 +82,11 @@ def integers(
     weight = torch.empty(outputs, inputs, dtype=x.dtype, device=x.device)
     triton.dequantise(codes, scales, zeros, middle, group, weight)
     y = F.linear(x, weight, bias)
+    return y if out is None else out.copy_(y)
+
+
+def _added(y: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
+    """Add the bias to y, and put it where it is wanted."""
+    if bias is not None:
+        y = y + bias
     return y if out is None else out.copy_(y)
