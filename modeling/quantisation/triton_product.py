@@ -60,7 +60,7 @@ class ProductCut:
 
 
 FP8_CUTS = (ProductCut(16, 64, 256, 4, 4), ProductCut(64, 64, 128, 4, 5))
-INTEGER_CUTS = (ProductCut(16, 128, 128, 8, 4), ProductCut(64, 128, 128, 8, 3))
+INTEGER_CUTS = (ProductCut(16, 128, 128, 4, 4), ProductCut(32, 128, 128, 4, 4))
 
 RAISED = {torch.bfloat16: (128, 0x4300), torch.float16: (1024, 0x6400)}
 """Numbers, and their bits, of which the lowest four are the lowest four of a whole number."""
