@@ -106,7 +106,7 @@ class LimitsConfig(Config):
 
     max_step_tokens: PositiveInt = 2048
     max_mixed_prompt_tokens: PositiveInt | None = None
-    token_gap_ms: PositiveFloat | None = 28.0
+    token_gap_ms: PositiveFloat | None = None
     max_running: PositiveInt = 256
     max_queued: NonNegativeInt = 768
     max_total_tokens: PositiveInt | None = None
