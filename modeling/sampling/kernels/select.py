@@ -1,5 +1,6 @@
 """Kernels that sample, where the device has them; torch's operations serve elsewhere."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -8,6 +9,8 @@ import torch
 from torch import Tensor
 
 from modeling.sampling.rows import Allowed, Penalties, RandomRows, Watermarks
+
+logger = logging.getLogger("loray.modeling")
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,8 @@ def _triton_kernels() -> SamplingKernels | None:
             triton_logprobs,
             triton_sampler,
         )
-    except ImportError:
+    except ImportError as error:
+        logger.warning("sampling is slow here: %s", error)
         return None
     return SamplingKernels(
         best=triton_sampler.best,
