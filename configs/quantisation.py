@@ -43,7 +43,6 @@ class Quantisation(Config):
     method: the name of it in config.json.
     bits: of an integer.
     group_size: inputs that share a scale; None: all of an output.
-    symmetric: whether there are no zero points.
     block: outputs and inputs that share a scale of FP8_BLOCKS.
     offset_zeros: whether GPTQ's zero points are stored less 1.
     threshold: INT8 leaves inputs from this size on unquantised.
@@ -54,7 +53,6 @@ class Quantisation(Config):
     activations: Activations = Activations.NONE
     bits: PositiveInt = 8
     group_size: PositiveInt | None = None
-    symmetric: bool = True
     block: tuple[PositiveInt, PositiveInt] | None = None
     offset_zeros: bool = True
     threshold: PositiveFloat | None = None

@@ -8,7 +8,8 @@ from configs.quantisation import Activations, Quantisation, WeightFormat
 
 SERVED = (
     "compressed-tensors (fp8 weights with fp8 or unquantised activations, and packed integers of "
-    "4 or 8 bits), fp8 in blocks, gptq and awq of 4 or 8 bits, bitsandbytes of 4 or 8 bits"
+    "4 or 8 bits without zero points), fp8 in blocks, gptq and awq of 4 bits, bitsandbytes of 4 or "
+    "8 bits"
 )
 
 
@@ -109,13 +110,14 @@ def _scheme(group: Mapping[str, Any]) -> Quantisation:
             return Quantisation(
                 method=_COMPRESSED, format=WeightFormat.FP8, activations=_activations(inputs, None)
             )
+    if kind == "int" and not weights.get("symmetric", True):
+        raise _refused(_COMPRESSED, "weights with zero points")
     if kind == "int" and bits in (4, 8) and strategy in ("group", "channel") and not inputs:
         return Quantisation(
             method=_COMPRESSED,
             format=WeightFormat.PACKED,
             bits=bits,
             group_size=weights.get("group_size") if strategy == "group" else None,
-            symmetric=weights.get("symmetric", True),
         )
     raise _refused(
         _COMPRESSED,
@@ -168,28 +170,26 @@ def _group_size(given: Mapping[str, Any]) -> int | None:
 
 def _gptq(given: Mapping[str, Any]) -> Quantisation:
     formats = ("gptq", "gptq_v2", None)
-    wanted = {"bits": (4, 8), "checkpoint_format": formats, "lm_head": (False, None)}
+    wanted = {"bits": (4,), "checkpoint_format": formats, "lm_head": (False, None)}
     _only(given, "gptq", {**wanted, "dynamic": (None, {}), "is_marlin_format": (False, None)})
     return Quantisation(
         method="gptq",
         format=WeightFormat.GPTQ,
         bits=given["bits"],
         group_size=_group_size(given),
-        symmetric=False,
         offset_zeros=given.get("checkpoint_format") != "gptq_v2",
     )
 
 
 def _awq(given: Mapping[str, Any]) -> Quantisation:
     formats = ("gemm", "GEMM", "gemm_v2", None)
-    wanted = {"bits": (4, 8), "w_bit": (4, 8), "version": formats, "format": formats}
+    wanted = {"bits": (4,), "w_bit": (4,), "version": formats, "format": formats}
     _only(given, "awq", {**wanted, "zero_point": (True, None)})
     return Quantisation(
         method="awq",
         format=WeightFormat.AWQ,
         bits=given.get("bits", given.get("w_bit")),
         group_size=_group_size(given),
-        symmetric=False,
     )
 
 

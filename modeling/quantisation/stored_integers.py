@@ -2,8 +2,7 @@
 
 Each packs several codes into an int32, the first one into its lowest bits:
 
-    compressed-tensors   weight_packed [out, in / n], weight_scale [out, groups],
-                         weight_zero_point [out / n, groups], weight_g_idx [in]
+    compressed-tensors   weight_packed [out, in / n], weight_scale [out, groups], weight_g_idx [in]
     GPTQ                 qweight [in / n, out], scales [groups, out], qzeros [groups, out / n],
                          g_idx [in]
     AWQ                  qweight [in, out / n], scales [groups, out], qzeros [groups, out / n],
@@ -60,14 +59,9 @@ def read_packed(weights: Weights, part: LinearPart, how: Quantisation) -> Intege
     codes = unpack_words(packed, how.bits, 1)[:, places.to(device)]
     count = 1 if how.group_size is None else -(-inputs // how.group_size)
     scales = weights.read(f"{name}.weight_scale", (outputs, count), part.rows)
-    zeros = None
-    if not how.symmetric:
-        shape = -(-outputs * how.bits // 32), count
-        found = unpack_words(weights.read_stored(f"{name}.weight_zero_point", shape), how.bits, 0)
-        zeros = found[indices(part.rows, device)]
     group_of = _group_of(weights, part, f"{name}.weight_g_idx", how.group_size)
-    weights.leave(f"{name}.weight_shape", f"{name}.weight_zero_point")
-    groups = local_groups(scales, zeros, group_of, 2 ** (how.bits - 1))
+    weights.leave(f"{name}.weight_shape")
+    groups = local_groups(scales, None, group_of, 2 ** (how.bits - 1))
     return IntegerWeight(codes, groups, how.bits, weights.dtype)
 
 

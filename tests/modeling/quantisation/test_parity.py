@@ -87,8 +87,9 @@ def test_fp8_with_scales_of_tokens(made: World, ranks: int) -> None:
     compare(made.dense("llama"), made.adapters("llama"), oracle, ranks, quantize=FP8)
 
 
-@pytest.mark.parametrize("preset", ["FP8", "W4A16"])
-@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize(
+    ("preset", "ranks"), [("FP8", 1), ("FP8", 4), ("W4A16", 1), ("W4A16", 4), ("W8A16", 2)]
+)
 def test_formats_that_ranks_do_not_change(made: World, preset: str, ranks: int) -> None:
     """Static scales, and inputs that are not rounded: all rank counts give one rank's tokens."""
     stored = made.compressed("llama", preset)
