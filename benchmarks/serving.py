@@ -20,10 +20,11 @@ from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks.steps import StepTimes
+from benchmarks.workload import INVOCATION
 from configs.env import client_setting
 
 MILLISECONDS = 1e3
-SETTLING_SEED = 99
+SETTLING_SEED, CONVERSATION_SEED = 99, 98
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Case:
     """One closed loop: `concurrency` requests in flight until `requests` are done.
 
     models: names used in rotation, or by Zipf's law where zipf > 0. Lengths in tokens.
+    conversation: tokens before each prompt, the same in all cases; INVOCATION follows them.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Case:
     input_length: int = 512
     output_length: int = 256
     zipf: float = 0.0
+    conversation: int = 0
 
 
 @dataclass
@@ -123,7 +126,13 @@ async def _ask(
 
 
 def bodies(case: Case, vocabulary: int, seed: int) -> Iterator[dict[str, Any]]:
-    """The requests of a case; no two prompts share a prefix, nor do cases of different seeds."""
+    """The requests of a case; no two prompts share a prefix, nor do cases of different seeds.
+
+    Only a conversation is shared by all prompts of all cases that have it.
+    """
+    told = random.Random(CONVERSATION_SEED)
+    before = [f"t{told.randrange(2, vocabulary)}" for _ in range(case.conversation)]
+    before += [f"t{token}" for token in INVOCATION] if before else []
     chooser = random.Random(seed)
     weights = [1 / (i + 1) ** case.zipf for i in range(len(case.models))]
     for i in range(case.requests):
@@ -131,10 +140,10 @@ def bodies(case: Case, vocabulary: int, seed: int) -> Iterator[dict[str, Any]]:
         model = case.models[i % len(case.models)]
         if case.zipf:
             [model] = chooser.choices(case.models, weights)
-        prompt = " ".join(f"t{words.randrange(2, vocabulary)}" for _ in range(case.input_length))
+        own = [f"t{words.randrange(2, vocabulary)}" for _ in range(case.input_length)]
         yield {
             "model": model,
-            "prompt": prompt,
+            "prompt": " ".join([*before, *own]),
             "max_tokens": case.output_length,
             "temperature": 0,
             "stream": True,

@@ -143,6 +143,9 @@ SMALL_RANK, SMALL_TARGETS = 4, ("q_proj", "v_proj")
 
 MIXED_RANKS = (8, 16, 32, 64)
 
+INVOCATION = (5, 6)
+"""The tokens that activate adapters of the kind "activated" (aLoRA)."""
+
 WRITERS = 4
 """Threads that write adapters: each holds one in memory."""
 
@@ -240,9 +243,12 @@ def adapter_parameters(shape: str, rank: int, ranks: int = 1) -> int:
 
 
 def write_adapter(
-    folder: Path, shape: str, rank: int, seed: int, targets: Sequence[str] = ()
+    folder: Path, shape: str, rank: int, seed: int, targets: Sequence[str] = (), kind: str = ""
 ) -> None:
-    """Write a random PEFT adapter, alpha = 2 * rank; targets: "q_proj", ...; () for its TARGETS."""
+    """Write a random PEFT adapter, alpha = 2 * rank; targets: "q_proj", ...; () for its TARGETS.
+
+    kind: "dora", "activated", or plain LoRA.
+    """
     targets = targets or TARGETS.get(shape, ())
     sizes = {
         name: size
@@ -263,6 +269,8 @@ def write_adapter(
             prefix = f"base_model.model.model.layers.{layer}.{name}"
             tensors[f"{prefix}.lora_A.weight"] = noise(rank, inputs, std=inputs**-0.5)
             tensors[f"{prefix}.lora_B.weight"] = noise(outputs, rank, std=0.02)
+            if kind == "dora":
+                tensors[f"{prefix}.lora_magnitude_vector"] = 1 + noise(outputs, std=0.1)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "adapter_model.safetensors")
     description = {
@@ -273,30 +281,45 @@ def write_adapter(
         "lora_alpha": 2 * rank,
         "target_modules": [name.split(".")[-1] for name in sizes],
         "bias": "none",
+        "use_dora": kind == "dora",
+        "alora_invocation_tokens": list(INVOCATION) if kind == "activated" else None,
     }
     (folder / "adapter_config.json").write_text(json.dumps(description))
 
 
 @dataclass(frozen=True)
 class WorkloadRecipe:
-    """One adapter to be written; targets as in write_adapter."""
+    """One adapter to be written; targets and kind as in write_adapter."""
 
     name: str
     rank: int
     seed: int
     targets: tuple[str, ...] = ()
+    kind: str = ""
 
 
 def recipes(
-    plain: int, mixed: int, small: int, ranks: Sequence[int] = (16,)
+    plain: int,
+    mixed: int,
+    small: int,
+    ranks: Sequence[int] = (16,),
+    dora: int = 0,
+    activated: int = 0,
 ) -> list[WorkloadRecipe]:
-    """a0, ... of `ranks` in rotation; m0, ... of MIXED_RANKS in rotation; s0, ... small ones."""
+    """a0, ... of `ranks` in rotation; m0, ... of MIXED_RANKS in rotation; s0, ... small ones.
+
+    d0, ...: DoRA, v0, ...: activated LoRA, both of the first of `ranks`.
+    """
     found = [WorkloadRecipe(f"a{i}", ranks[i % len(ranks)], i) for i in range(plain)]
     kinds = len(MIXED_RANKS)
     found += [WorkloadRecipe(f"m{i}", MIXED_RANKS[i % kinds], 2_000_000 + i) for i in range(mixed)]
     found += [
         WorkloadRecipe(f"s{i}", SMALL_RANK, 1_000_000 + i, SMALL_TARGETS) for i in range(small)
     ]
+    for letter, kind, count in (("d", "dora", dora), ("v", "activated", activated)):
+        found += [
+            WorkloadRecipe(f"{letter}{i}", ranks[0], 3_000_000 + i, (), kind) for i in range(count)
+        ]
     return found
 
 
@@ -314,7 +337,7 @@ def write_adapters(folder: Path, shape: str, wanted: Sequence[WorkloadRecipe]) -
     missing = [each for each in wanted if not is_written(folder / each.name, shape, each.rank)]
 
     def write(each: WorkloadRecipe) -> None:
-        write_adapter(folder / each.name, shape, each.rank, each.seed, each.targets)
+        write_adapter(folder / each.name, shape, each.rank, each.seed, each.targets, each.kind)
 
     with ThreadPoolExecutor(WRITERS) as pool:
         list(pool.map(write, missing))
@@ -325,7 +348,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Write a model folder and adapters in its subfolder `adapters`.
 
     a0, a1, ... are over all projections, m0, m1, ... too, of ranks 8, 16, 32, 64 in rotation; s0,
-    s1, ... of rank 4 over q_proj and v_proj.
+    s1, ... of rank 4 over q_proj and v_proj; d0, d1, ... are DoRA, v0, v1, ... activated LoRA.
     """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
@@ -334,14 +357,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[16], help="used in rotation")
     parser.add_argument("--mixed-adapters", type=int, default=0)
     parser.add_argument("--small-adapters", type=int, default=0)
+    parser.add_argument("--dora-adapters", type=int, default=0)
+    parser.add_argument("--activated-adapters", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="a tokenizer that can spell JSON")
     parsed = parser.parse_args(arguments)
     write_model(parsed.folder, parsed.shape, parsed.json)
     counts = parsed.adapters, parsed.mixed_adapters, parsed.small_adapters
-    written = write_adapters(
-        parsed.folder / "adapters", parsed.shape, recipes(*counts, ranks=parsed.ranks)
-    )
-    print(f"{written} adapters written, {sum(counts) - written} were there")
+    wanted = recipes(*counts, parsed.ranks, parsed.dora_adapters, parsed.activated_adapters)
+    written = write_adapters(parsed.folder / "adapters", parsed.shape, wanted)
+    print(f"{written} adapters written, {len(wanted) - written} were there")
 
 
 if __name__ == "__main__":

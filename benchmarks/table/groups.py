@@ -10,7 +10,7 @@ from benchmarks.structured import Comparison
 from benchmarks.workload import MIXED_RANKS, WorkloadRecipe, recipes
 
 BASE = "base"
-PLAIN_RANK, RESIDENT, CHURNED = 16, 32, 128
+PLAIN_RANK, RESIDENT, CHURNED, CHECKS = 16, 32, 128, 10
 PAGE_ROWS = 8
 """Rank rows of one page of the server's pools."""
 
@@ -87,6 +87,7 @@ class Scale:
     small_adapters: int = 1000
     fair: Mapping[str, float] = field(default_factory=dict)
     rounds: int = 2
+    conversation: int = 4000
 
 
 FULL = Scale()
@@ -104,6 +105,7 @@ SMALL = Scale(
         "flood_lead_s": 1.0,
     },
     rounds=1,
+    conversation=320,
 )
 
 
@@ -151,6 +153,7 @@ def groups(scale: Scale) -> dict[str, RowGroup]:
             pages=CHURNED * _pages(PLAIN_RANK),
         ),
         RowGroup("fairness", "6 adapters on 3 slots", fair, slots=3, pages=3 * _pages(PLAIN_RANK)),
+        _kinds(scale, lora32),
         RowGroup("structured", "answers under a schema", (_structured(scale),), json=True),
         RowGroup(
             "start", "a server's start", _start(), pages=mixed_pages, max_rank=rank, weights=True
@@ -166,10 +169,16 @@ def written(plays: Iterable[Play]) -> list[WorkloadRecipe]:
 
 def written_for(names: Iterable[str]) -> list[WorkloadRecipe]:
     """The adapters of these names; those of a kind are counted from 0."""
-    most = dict.fromkeys("ams", 0)
+    most = dict.fromkeys("amsdv", 0)
     for name in set(names) - {BASE}:
         most[name[0]] = max(most[name[0]], int(name[1:]) + 1)
-    return recipes(most["a"], most["m"], most["s"])
+    counts = {"dora": most["d"], "activated": most["v"]}
+    return recipes(most["a"], most["m"], most["s"], **counts)
+
+
+def rank_rows(recipe: WorkloadRecipe) -> int:
+    """Return the rows that an adapter takes of each pool: DoRA has its scales in one more."""
+    return recipe.rank + (recipe.kind == "dora")
 
 
 def _named(plays: Sequence[Play], name: str) -> Play:
@@ -232,6 +241,37 @@ def _fair(scale: Scale) -> tuple[Play, ...]:
 def _structured(scale: Scale) -> Play:
     case = Case("half-held", (BASE,), 64, scale.requests[64], *scale.lengths)
     return Play(Comparison(case, rounds=scale.rounds), 20.0 * scale.rounds)
+
+
+def _kinds(scale: Scale, lora32: Play) -> RowGroup:
+    """DoRA beside plain LoRA; then checks of one conversation, by the base model and by adapters.
+
+    The first of them is the conversation's own prefill; base and activated adapters find it cached.
+    """
+    assert isinstance(lora32.what, Case)
+    dora = replace(lora32.what, name="dora32-c64", models=_models("d", RESIDENT))
+    once = Case("conversation", (BASE,), 1, 1, 14, 4, conversation=scale.conversation)
+    check = replace(once, requests=CHECKS)
+    plays = (
+        lora32,
+        Play(dora, lora32.seconds),
+        Play(once, 1.0),
+        Play(replace(check, name="checks-base"), 1.0),
+        Play(replace(check, name="checks-alora", models=_models("v", CHECKS)), 1.0),
+        Play(replace(check, name="checks-lora", models=_models("a", CHECKS)), 3.0),
+    )
+    needed = written(plays)
+    return RowGroup(
+        "kinds",
+        "kinds of adapters",
+        plays,
+        slots=len(needed),
+        pages=sum(_pages(rank_rows(each)) for each in needed),
+    )
+
+
+def _models(letter: str, count: int) -> tuple[str, ...]:
+    return tuple(f"{letter}{i}" for i in range(count))
 
 
 def _start() -> tuple[Play, ...]:

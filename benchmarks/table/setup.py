@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from benchmarks.loading import has_weights
-from benchmarks.table.groups import BASE, PAGE_ROWS, Play, RowGroup, written
+from benchmarks.table.groups import BASE, PAGE_ROWS, Play, RowGroup, rank_rows, written
 from benchmarks.workload import (
     SHAPES,
     WorkloadRecipe,
@@ -27,6 +27,14 @@ from benchmarks.workload import (
 )
 
 HOST = "127.0.0.1"
+KIND_OPTIONS = {
+    "a": "--adapters",
+    "m": "--mixed-adapters",
+    "s": "--small-adapters",
+    "d": "--dora-adapters",
+    "v": "--activated-adapters",
+}
+"""Of benchmarks.workload: how many adapters, by the first letter of their names."""
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 HOST_SHARE, HOST_SPARE = 1.15, 2**28
 """Of the host tier: what chunks lose at their ends, and room besides."""
@@ -123,9 +131,9 @@ def write_files(setup: Setup, group: RowGroup, plays: Sequence[Play]) -> None:
         spelled = ["--json"] if group.json else []
         _run(["benchmarks.workload", str(folder), "--shape", shape, "--adapters", "0", *spelled])
     if missing:
-        plain, mixed, small = (sum(each.name[0] == kind for each in wanted) for kind in "ams")
-        counts = ["--adapters", plain, "--mixed-adapters", mixed, "--small-adapters", small]
-        made = [str(setup.work / shape), "--shape", shape, *map(str, counts)]
+        made = [str(setup.work / shape), "--shape", shape]
+        for letter, option in KIND_OPTIONS.items():
+            made += [option, str(sum(each.name[0] == letter for each in wanted))]
         _run(["benchmarks.workload", *made])
 
 
@@ -203,7 +211,7 @@ def _weight_bytes(shape: str, setup: Setup) -> int:
 def host_bytes(setup: Setup, group: RowGroup, plays: Iterable[Play]) -> int:
     """A host tier for all the group's adapters, on each rank; small ones find room if they can."""
     shape, item = setup.shape_of(group), ITEM_BYTES[setup.dtype]
-    ranks = [recipe.rank for recipe in written(plays) if not recipe.targets]
+    ranks = [rank_rows(recipe) for recipe in written(plays) if not recipe.targets]
     rows = [-(-rank // PAGE_ROWS) * PAGE_ROWS for rank in ranks]
     held = sum(adapter_parameters(shape, row, group.gpus) for row in rows)
     return int(held * item * HOST_SHARE) + HOST_SPARE
