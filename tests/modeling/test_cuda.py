@@ -1,12 +1,13 @@
 """The same stories on a GPU: float32 there gives the oracle's tokens too."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from configs.adapters import AdaptersConfig
-from configs.engine import CacheConfig, Device, LimitsConfig
+from configs.engine import AttentionKind, CacheConfig, CudaGraphs, Device, LimitsConfig
 from configs.model import DType, ModelConfig
 from configs.wire.adapters import AdapterKey, FetchedAdapter
 from configs.wire.sampling import Sampling
@@ -19,14 +20,17 @@ from tests.modeling.parity import (
     ADAPTERS,
     BASE,
     VOCABULARY_ADAPTERS,
+    Comparison,
+    Setting,
     World,
     engine_config,
+    judge,
     place_all,
     poison,
 )
 from tests.modeling.prompts import Prompts, check_answers, prompt_of, questions
 from tests.modeling.stepping import Asked, generate
-from tests.oracle import prompt_truth
+from tests.oracle import NUM_TOKENS, prompt_truth
 
 pytestmark = [
     pytest.mark.gpu,
@@ -51,6 +55,7 @@ def make_runner(
     dtype: DType = DType.FLOAT32,
     num_blocks: int | None = 64,
     kind: tuple[str, str] = ("llama", "gqa"),
+    **changes: Any,
 ) -> ModelRunner:
     model = world.model(*kind)
     config = engine_config(
@@ -65,6 +70,7 @@ def make_runner(
             max_rank=64,
             host_bytes=2**26,
         ),
+        **changes,
     )
     return load_paged(config, SingleRank(), pick_device(Device.CUDA)).allocate()
 
@@ -77,6 +83,7 @@ KINDS = [
     (("gpt2_dora", "plain"), [BASE, *CHANGING]),
     (("vocabulary", "gqa"), [BASE, *VOCABULARY_ADAPTERS]),
 ]
+CAPTURED_KINDS = [each for each in KINDS if each[0][0] in ("llama_dora", "vocabulary")]
 
 
 @pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")
@@ -96,6 +103,29 @@ def test_greedy_tokens_are_the_oracles(
     ]
     answers = generate(runner, requests, 64, 16)
     assert [answer.tokens for answer in answers] == [truth.tokens for _, truth in told]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # PEFT's, of biases
+@pytest.mark.parametrize(("kind", "names"), CAPTURED_KINDS)
+def test_logprobs_of_captured_steps_are_the_oracles(
+    world: World, kind: tuple[str, str], names: list[str]
+) -> None:
+    """In float32, so that nothing but an error can make a difference; all steps are replays."""
+    graphs = {"attention": AttentionKind.TRITON, "cuda_graphs": CudaGraphs.ALL}
+    runner = make_runner(world, kind=kind, **graphs)
+    poison(runner)
+    folders = [world.adapter(*kind, name) for name in names]
+    place_all(runner, [folder for folder in folders if folder is not None])
+    told = [prompt_truth(world.model(*kind), folder, 7 + 4 * i) for i, folder in enumerate(folders)]
+    sampling = Sampling(logprobs=told[0][1].logits.shape[1])
+    requests = [
+        Asked(prompt, NUM_TOKENS, slot=i - 1, sampling=sampling, chunk=3 + i, joins_at=i)
+        for i, (prompt, _) in enumerate(told)
+    ]
+    answers = generate(runner, requests, 64, 16)
+    assert runner.num_captured == runner.num_steps > NUM_TOKENS
+    seen = Comparison(Setting(*kind, ranks=1, names=names), "")
+    judge(seen, [answers], [truth for _, truth in told])
 
 
 def test_sampled_tokens_are_those_of_the_cpu(world: World) -> None:
