@@ -172,8 +172,7 @@ def written_for(names: Iterable[str]) -> list[WorkloadRecipe]:
     most = dict.fromkeys("amsdv", 0)
     for name in set(names) - {BASE}:
         most[name[0]] = max(most[name[0]], int(name[1:]) + 1)
-    counts = {"dora": most["d"], "activated": most["v"]}
-    return recipes(most["a"], most["m"], most["s"], **counts)
+    return recipes(most["a"], most["m"], most["s"], dora=most["d"], activated=most["v"])
 
 
 def rank_rows(recipe: WorkloadRecipe) -> int:

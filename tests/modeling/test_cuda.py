@@ -111,7 +111,7 @@ def test_logprobs_of_captured_steps_are_the_oracles(
     world: World, kind: tuple[str, str], names: list[str]
 ) -> None:
     """In float32, so that nothing but an error can make a difference; all steps are replays."""
-    graphs = {"attention": AttentionKind.TRITON, "cuda_graphs": CudaGraphs.ALL}
+    graphs: dict[str, Any] = {"attention": AttentionKind.TRITON, "cuda_graphs": CudaGraphs.ALL}
     runner = make_runner(world, kind=kind, **graphs)
     poison(runner)
     folders = [world.adapter(*kind, name) for name in names]
