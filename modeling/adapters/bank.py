@@ -65,6 +65,8 @@ class BankSize:
         """Return the number of pages in one projection's pool."""
         if projection.kind.whole:
             return self.copies
+        if projection.kind is ProjectionKind.NORMS:
+            return min(self.slots, self.pages)  # Each adapter takes one.
         if projection.kind in WHOLE_KINDS and self.vocabulary_pages is not None:
             return self.vocabulary_pages
         return self.pages
@@ -146,7 +148,7 @@ class DeviceAdapter:
         return y if own.bias < 0 else y + pool[own.bias + behind]
 
     def matrix(self, projection: int) -> Tensor:
-        """Return a whole embedding or head, [rows of the pool, hidden]: a view of its page."""
+        """Return what is one matrix, [rows of the pool, width]: a view of its page."""
         (page,) = self._pages[projection]
         return self._pools[projection].a[page].flatten(0, 1)
 

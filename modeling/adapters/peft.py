@@ -26,6 +26,7 @@ from modeling.adapters.peft_ends import (
 from modeling.adapters.peft_fused import find_parts
 from modeling.adapters.peft_joined import join_parts
 from modeling.adapters.peft_names import WEIGHTS_NAME, open_tensors
+from modeling.adapters.peft_norms import find_norms, without_norms
 from modeling.adapters.peft_score import SCORE_KEY, find_score, without_score
 from modeling.adapters.peft_tensors import check_file_rank, check_shape, check_type
 from modeling.adapters.peft_tokens import find_tokens
@@ -105,6 +106,9 @@ def _check_file(
         adapter = replace(adapter, tokens=find_tokens(file, plan, projections))
     plan = without_score(plan, keys)
     with faults.gather():
+        adapter = replace(adapter, norms=find_norms(file, plan, projections, known))
+    plan = without_norms(plan, adapter.norms)
+    with faults.gather():
         adapter = replace(adapter, ends=find_ends(keys, plan, projections, base))
     adapter = replace(adapter, modules=_match(keys, adapter, faults))
     _check_tensors(adapter, faults)
@@ -123,7 +127,8 @@ def _check_file(
     with faults.gather():
         adapter.biases.check(file, plan, adapter.modules, known, projections)
     with faults.gather():
-        has_whole = bool(adapter.ends.matrices or adapter.tokens) or adapter.score is not None
+        has_whole = bool(adapter.ends.matrices or adapter.tokens or adapter.norms.vectors)
+        has_whole |= adapter.score is not None
         check_activation(plan, adapter.projections, adapter.modules.values(), has_whole)
     faults.check()
     return adapter
@@ -176,7 +181,8 @@ def _match(keys: Iterable[str], adapter: PeftAdapter, faults: Faults) -> dict[st
             missing = names.a if side == "A" else names.b
             with faults.gather():
                 refuse(f"{missing} is missing beside its partner: the file is incomplete")
-    if not (found or adapter.ends.matrices or adapter.score or adapter.tokens or faults):
+    has_others = adapter.ends.matrices or adapter.score or adapter.tokens or adapter.norms.vectors
+    if not (found or has_others or faults):
         refuse(f"{WEIGHTS_NAME} holds no LoRA tensor: it adapts nothing")
     # In the model's order, so that staging writes the pools in memory order.
     whole = {module for module, sides in found.items() if len(sides) == 2}

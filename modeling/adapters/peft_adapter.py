@@ -17,6 +17,7 @@ from modeling.adapters.faults import refuse
 from modeling.adapters.peft_config import LoraPlan
 from modeling.adapters.peft_ends import EndTensors, Matrix
 from modeling.adapters.peft_names import WEIGHTS_NAME
+from modeling.adapters.peft_norms import NormTensors
 from modeling.adapters.peft_score import ScoreTensor
 from modeling.adapters.peft_tensors import check_finite
 from modeling.adapters.peft_tokens import TokenTensor
@@ -41,6 +42,7 @@ class PeftAdapter:
     score: its classification head; None without one.
     biases: those in the file.
     tokens: trained rows of embedding and head.
+    norms: weights and biases of norms.
     """
 
     file: TensorFile
@@ -51,12 +53,14 @@ class PeftAdapter:
     score: ScoreTensor | None = None
     biases: BiasTensors = field(default_factory=BiasTensors)
     tokens: tuple[TokenTensor, ...] = ()
+    norms: NormTensors = field(default_factory=NormTensors)
 
     @property
     def other_names(self) -> set[str]:
         """Return the names of all tensors that are no factors."""
         score = set() if self.score is None else {self.score.key}
-        return self.ends.names | self.biases.names | score | {each.key for each in self.tokens}
+        tokens = {each.key for each in self.tokens}
+        return self.ends.names | self.biases.names | score | tokens | self.norms.vectors.keys()
 
     @property
     def is_scaled(self) -> bool:
@@ -72,12 +76,14 @@ class PeftAdapter:
     def ranks(self) -> dict[ModulePosition, int]:
         """Return each adapted position's true rank.
 
-        A whole matrix, which has none, counts as 1; a classification head's is its labels' number,
+        A whole matrix, which has none, counts as 1, as norms do; a classification head's is its labels' number,
         that of trained rows their tokens' number.
         """
         whole = dict.fromkeys(self.ends.matrices.values(), 1)
         if self.score is not None:
             whole[self.score.position] = self.score.num_labels
+        if self.norms.position is not None:
+            whole[self.norms.position] = 1
         whole |= {at: len(each.ids) for each in self.tokens for at in each.positions}
         return whole | {at: self.plan.rank_of(name) for name, at in self.modules.items()}
 
@@ -144,8 +150,10 @@ class PeftAdapter:
         return a, b
 
     def read_matrices(self) -> Iterator[Matrix]:
-        """Yield this rank's rows of whole embeddings and heads; refuses values not finite."""
+        """Yield what is one matrix, this rank's rows of it; refuses values not finite."""
         with reading():
+            if self.norms.position is not None:
+                yield self.norms.read(self.file, self.projections[self.norms.position.projection])
             if self.score is not None:
                 yield self.score.read(self.file)
             yield from self.ends.read(self.file, self.projections)

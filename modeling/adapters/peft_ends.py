@@ -150,8 +150,9 @@ def _refuse_saved(plan: LoraPlan, entry: str, has_ends: bool, can_adapt: bool) -
     field = f"modules_to_save={list(plan.modules_to_save)!r} is not served here: "
     if has_ends:
         refuse(
-            f"{field}{entry!r} is neither the embedding nor the head, nor a decoder's "
-            "classification head (score); retrain without it, or merge it into the base model"
+            f"{field}{entry!r} is no norm, neither the embedding nor the head, nor a decoder's "
+            "classification head (score): the change of a whole linear map has full rank. Train "
+            "it by target_modules, or merge it into the base model"
         )
     if not can_adapt:
         refuse(field + INSIDE_ONLY_ADVICE)

@@ -18,6 +18,7 @@ class ProjectionKind(Enum):
     WHOLE_EMBEDDING, WHOLE_HEAD: replaces the base weight by a whole matrix.
     SCORE: brings a classification head, a matrix with a row for each label.
     EMBEDDING_TOKENS, HEAD_TOKENS: replaces some tokens' rows of the base weight.
+    NORMS: replaces weights and biases of norms.
     """
 
     LINEAR = "linear"
@@ -28,11 +29,17 @@ class ProjectionKind(Enum):
     SCORE = "score"
     EMBEDDING_TOKENS = "tokens of the embedding"
     HEAD_TOKENS = "tokens of the head"
+    NORMS = "norms"
 
     @property
     def whole(self) -> bool:
         """Return whether it is a whole matrix instead of factors."""
         return self in (ProjectionKind.WHOLE_EMBEDDING, ProjectionKind.WHOLE_HEAD)
+
+    @property
+    def is_matrix(self) -> bool:
+        """Return whether an adapter has it as one matrix, all of it in one page."""
+        return self.whole or self is ProjectionKind.NORMS
 
     @property
     def has_factors(self) -> bool:
@@ -42,7 +49,8 @@ class ProjectionKind(Enum):
     @property
     def of_vocabulary(self) -> bool:
         """Return whether it changes the embedding or the head of the vocabulary."""
-        return self not in (ProjectionKind.LINEAR, ProjectionKind.SCORE)
+        others = (ProjectionKind.LINEAR, ProjectionKind.SCORE, ProjectionKind.NORMS)
+        return self not in others
 
 
 WHOLE_KINDS = {
@@ -56,6 +64,30 @@ TOKEN_KINDS = {
     ProjectionKind.HEAD: ProjectionKind.HEAD_TOKENS,
 }
 """The kind of single tokens' rows for each kind of embedding or head factors."""
+
+
+@dataclass(frozen=True)
+class NormVector:
+    """A parameter of a norm, [size], of which adapters may bring their own.
+
+    names: its names in PEFT's files, without their prefix, e.g. "model.norm.weight".
+    start: where it begins among the numbers of all norms, one after the other.
+    size: its own numbers.
+    """
+
+    names: tuple[str, ...]
+    start: int
+    size: int
+
+    @property
+    def stop(self) -> int:
+        """Return where the next one begins."""
+        return self.start + self.size
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Return the paths of its norm."""
+        return tuple(name.rpartition(".")[0] for name in self.names)
 
 
 @dataclass(frozen=True)
@@ -109,11 +141,13 @@ class Projection:
     can_adapt_ends: whether a server can adapt embedding and head of its model at all.
     has_bias: whether the base model's map has a bias.
     stored_transposed: whether transformers' module keeps its weight as [in, out] (Conv1D).
+    vectors: for norms, their parameters; `base` has the numbers of all of them.
 
     A whole matrix [token ids, hidden] is one page of its pool: each 8 of its rows count as a layer,
     and `inputs` is the hidden size. A classification head [labels, hidden] takes a page for each 8
     labels; its rank is the number of labels. Tokens' rows [tokens, hidden] take a page for each 8
     tokens; A has them, Bt the digits of the tokens' ids, and out_features is the vocabulary's size.
+    The parameters of all norms are one page, in A alone, filled row by row.
     """
 
     name: str
@@ -129,6 +163,7 @@ class Projection:
     can_adapt_ends: bool = True
     has_bias: bool = False
     stored_transposed: bool = False
+    vectors: tuple[NormVector, ...] = ()
 
     @property
     def base_rows(self) -> BaseRows:
@@ -146,7 +181,7 @@ class Projection:
     @property
     def num_ranked(self) -> int:
         """Return how many layers have a rank."""
-        return 1 if self.kind.whole else self.num_layers
+        return 1 if self.kind.is_matrix else self.num_layers
 
     @property
     def cuts_inputs(self) -> bool:

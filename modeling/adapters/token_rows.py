@@ -8,11 +8,32 @@ after the sum or the gather over the ranks. A page of a pool holds 8 rows in A, 
 of their token ids.
 """
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 from torch.nn import functional as F
 
-from modeling.adapters.bank import DeviceAdapter
+from modeling.adapters.bank import AdapterBank, DeviceAdapter
 from modeling.adapters.peft_tokens import ids_of
+from modeling.adapters.product import TokenGroup
+from modeling.transfer import to_device
+
+
+def groups_of(
+    bank: AdapterBank, slots: npt.NDArray[np.int64], projection: int
+) -> list[TokenGroup]:
+    """Return the rows of each adapter that has this projection; -1: of none.
+
+    slots: each row's (-1: base).
+    """
+    groups: list[TokenGroup] = []
+    if projection < 0:
+        return groups
+    for slot in np.unique(slots[slots >= 0]).tolist():
+        if bank.adapts(slot, projection):
+            rows = to_device(np.flatnonzero(slots == slot), bank.page_table.device)
+            groups.append(TokenGroup(rows, bank.loaded(slot)))
+    return groups
 
 
 class TokenRows:

@@ -21,10 +21,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from modeling.adapters.bank import PAGE_ROWS, AdapterBank
-from modeling.adapters.product import AdapterData, EndAdapters, OutputSlice, TokenGroup
+from modeling.adapters.product import AdapterData, EndAdapters, OutputSlice
 from modeling.adapters.projection import TOKEN_KINDS, WHOLE_KINDS, Projection, ProjectionKind
-from modeling.adapters.token_rows import TokenRows
-from modeling.transfer import to_device
+from modeling.adapters.token_rows import TokenRows, groups_of
 from sharding.embedding import ParallelHead, VocabParallelEmbedding
 from sharding.slicing import whole
 
@@ -105,8 +104,8 @@ class VocabularyAdapters:
         self._layers = layers
         self._embedding = -1 if bank.embedding is None else bank.embedding
         self._head = -1 if bank.head is None else bank.head
-        self._tokens = _groups(bank, token_slots, self._embedding)
-        self._logits = _groups(bank, logit_slots, self._head)
+        self._tokens = groups_of(bank, token_slots, self._embedding)
+        self._logits = groups_of(bank, logit_slots, self._head)
         self._whole_tokens = _matrices(bank, token_slots, kinds.get(ProjectionKind.WHOLE_EMBEDDING))
         self._whole_logits = _matrices(bank, logit_slots, kinds.get(ProjectionKind.WHOLE_HEAD))
         self._set_tokens = _rows(bank, token_slots, kinds.get(ProjectionKind.EMBEDDING_TOKENS, -1))
@@ -175,31 +174,19 @@ def replaces_vocabulary(bank: AdapterBank, slots: Sequence[int]) -> bool:
     return bank.changes(slots, REPLACING_KINDS)
 
 
-def _groups(bank: AdapterBank, slots: npt.NDArray[np.int64], projection: int) -> list[TokenGroup]:
-    """The rows of each adapter that has this projection; -1: of none."""
-    groups: list[TokenGroup] = []
-    if projection < 0:
-        return groups
-    for slot in np.unique(slots[slots >= 0]).tolist():
-        if bank.adapts(slot, projection):
-            rows = to_device(np.flatnonzero(slots == slot), bank.page_table.device)
-            groups.append(TokenGroup(rows, bank.loaded(slot)))
-    return groups
-
-
 def _matrices(
     bank: AdapterBank, slots: npt.NDArray[np.int64], projection: int | None
 ) -> list[tuple[slice | Tensor, Tensor]]:
     """The rows of each adapter that brings a whole matrix, and the matrix."""
     if projection is None:
         return []
-    groups = _groups(bank, slots, projection)
+    groups = groups_of(bank, slots, projection)
     return [(group.rows, group.adapter.matrix(projection)) for group in groups]
 
 
 def _rows(bank: AdapterBank, slots: npt.NDArray[np.int64], projection: int) -> list[TokenRows]:
     """What each adapter with trained tokens sets."""
-    groups = _groups(bank, slots, projection)
+    groups = groups_of(bank, slots, projection)
     return [TokenRows(group.rows, group.adapter, projection) for group in groups]
 
 

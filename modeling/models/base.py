@@ -1,12 +1,13 @@
 """The interface between a paged model and its runner."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from modeling.adapters.norms import NormModule
 from modeling.adapters.product import AdapterData
 from modeling.adapters.projection import BaseRows, Projection
 from modeling.models.context import PagedContext
@@ -90,6 +91,10 @@ class PagedModel(Protocol):
 
     def token_projections(self) -> tuple[Projection, ...]:
         """The rows of single tokens, of embedding and head, that adapters may replace."""
+        ...
+
+    def norms(self) -> Sequence[NormModule]:
+        """The norms of which adapters may bring weights and biases."""
         ...
 
     def adapt_vocabulary(self, whole_ends: bool = False) -> None:

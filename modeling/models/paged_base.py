@@ -3,13 +3,14 @@
 A family brings its decoder and says where its embedding and head are; it overrides what differs.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from configs.architectures.base import ModelArchitecture
+from modeling.adapters.norms import NormModule, is_norm
 from modeling.adapters.peft_tokens import token_projections
 from modeling.adapters.product import AdapterData
 from modeling.adapters.projection import BaseRows, Projection
@@ -117,6 +118,11 @@ class PagedBase(nn.Module):
     def token_projections(self) -> tuple[Projection, ...]:
         """What adapters change of single tokens; see `PagedModel`."""
         return token_projections(vocabulary_projections(self._ends, self.embedding, self.lm_head))
+
+    def norms(self) -> Sequence[NormModule]:
+        """The norms, each by its own path; see `PagedModel`."""
+        found = ((path, each) for path, each in self.named_modules() if is_norm(each))
+        return [NormModule(path, each, each) for path, each in found]
 
     def base_tensors(self) -> Mapping[str, BaseRows]:
         """Embedding and head, each under all of its names; see `PagedModel`."""

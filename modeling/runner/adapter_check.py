@@ -73,6 +73,7 @@ class AdapterVerdict:
     rank: the largest of its matrices.
     num_labels: of the classification head that it brings; 0: it brings none.
     num_tokens: rows of tokens that it sets, of embedding and head together.
+    num_norms: norms of which it brings weight or bias.
     kind: what its config says that it is; "" where that cannot be read.
     unread: fields of its config that no release of PEFT reads.
     cost: None for an adapter that is refused.
@@ -83,6 +84,7 @@ class AdapterVerdict:
     rank: int = 0
     num_labels: int = 0
     num_tokens: int = 0
+    num_norms: int = 0
     kind: str = field(default="", compare=False)
     unread: tuple[str, ...] = field(default=(), compare=False)
     cost: AdapterCost | None = field(default=None, compare=False)
@@ -153,7 +155,8 @@ def judge(
         adapter = open_adapter(folder, projections, config.max_rank, base)
         head = adapter.score
         rows = {at: len(each.ids) for each in adapter.tokens for at in each.positions}
-        others = {*rows, *(() if head is None else [head.position])}
+        norms = adapter.norms
+        others = {*rows, norms.position, *(() if head is None else [head.position])}
         ranks = [rank for position, rank in adapter.ranks.items() if position not in others]
         for done, _ in enumerate(adapter.read(), start=1):
             progress(done, len(ranks) + len(rows))
@@ -167,6 +170,7 @@ def judge(
         rank=max(ranks, default=0),
         num_labels=0 if head is None else head.num_labels,
         num_tokens=sum(rows.values()),
+        num_norms=len({vector.modules for vector in norms.vectors.values()}),
         kind=_kind(folder),
         unread=adapter.plan.unread,
         cost=_cost(adapter, projections),

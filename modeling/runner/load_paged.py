@@ -12,6 +12,7 @@ from configs.engine import EngineConfig
 from modeling.adapters.bank import AdapterBank, copy_bytes, page_bytes
 from modeling.adapters.kernels.select import select_kernel
 from modeling.adapters.linear import base_linears
+from modeling.adapters.norms import AdaptedNorms
 from modeling.adapters.projection import WHOLE_KINDS
 from modeling.adapters.score import ScoreHeads
 from modeling.attention.clamping import ClampWatch
@@ -96,6 +97,7 @@ def load_paged(config: EngineConfig, group: TensorParallel, device: torch.device
             cache=cache,
             attention=attention,
             adapter_plan=plan,
+            norms=AdaptedNorms(bank, model.norms()),
         )
     )
 

@@ -15,6 +15,7 @@ from configs.architectures.text_stack import decoder_name, outer_paths
 from configs.engine import CacheDType, Device, EngineConfig
 from configs.model import DType, LoadFormat
 from modeling.adapters.linear import biased_projections
+from modeling.adapters.norms import norm_projection
 from modeling.adapters.peft_score import score_projection
 from modeling.adapters.projection import Projection, ProjectionKind
 from modeling.attention.kv_cache import FP8, CacheScales
@@ -150,7 +151,18 @@ def with_other_models(model: PagedModel, architecture: ModelArchitecture) -> tup
             others += (each.module.partition(".")[2],)
         aliases = (*each.aliases, *others)
         named.append(replace(each, aliases=aliases, has_bias=each.has_bias or index in biased))
-    return (*named, score_projection(model.width))
+    norms = norm_projection(model.norms(), model.width)
+    if norms is None:
+        return (*named, score_projection(model.width))
+    vectors = (replace(v, names=_all_names(v.names[0], architecture)) for v in norms.vectors)
+    norms = replace(norms, vectors=tuple(vectors))
+    return (*named, score_projection(model.width), norms)
+
+
+def _all_names(name: str, architecture: ModelArchitecture) -> tuple[str, ...]:
+    """Return a tensor's names: as a larger model has it, and one without a head (see above)."""
+    outer = outer_paths(name) if architecture.is_text_stack else ()
+    return (name, *outer, name.partition(".")[2])
 
 
 def total_tokens(config: EngineConfig, architecture: ModelArchitecture) -> int:

@@ -1,5 +1,6 @@
 """ModelRunner: one rank of a paged model. Plans' numbers in, tensors inside, sampled tokens out."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from modeling.adapters.kernels.reference import NO_DELTAS
 from modeling.adapters.kernels.select import AdapterStepPlan
+from modeling.adapters.norms import AdaptedNorms
 from modeling.adapters.product import AdapterData
 from modeling.adapters.vocabulary import (
     VocabularyAdapters,
@@ -41,12 +43,14 @@ class PagedParts(RunnerParts):
     cache: what one cache block holds.
     attention: the backends that read the cache.
     adapter_plan: the captured steps' adapters; None where the kernel cannot be captured.
+    norms: the model's, with those of adapters.
     """
 
     weights: LoadedModel
     cache: KvLayout
     attention: Choices
     adapter_plan: AdapterStepPlan | None
+    norms: AdaptedNorms
 
     @property
     def backends(self) -> tuple[AttentionBackend, ...]:
@@ -89,6 +93,7 @@ class ModelRunner(BaseRunner):
         self._parts = parts
         self._backends = parts.backends
         self._adapter_plan = parts.adapter_plan
+        self._norms = parts.norms
         self._forward = buffers.forward
         self._input_batch = buffers.input_batch
         self._prompts = buffers.prompts
@@ -124,7 +129,7 @@ class ModelRunner(BaseRunner):
 
     def _replay(self, layout: StepLayout) -> SampledStep | None:
         """Run a captured decode step; None when none serves this step."""
-        if self._decode_graphs is None or replaces_vocabulary(self._bank, layout.adapter_slots):
+        if self._decode_graphs is None or self._replaces(layout.adapter_slots):
             return None
         output = self._decode_graphs.run(layout)
         if output is None:
@@ -148,10 +153,11 @@ class ModelRunner(BaseRunner):
         hidden = self._replay_piecewise(inputs, attention)
         if hidden is None:
             adapters = self._with_vocabulary(self._adapters(inputs), layout)
-            if inputs.sampling and not layout.prompt_rows:
-                logits = self._forward.logits(inputs, attention, adapters)
-                return self._sample(layout, inputs, logits), None
-            hidden = self._forward.hidden(inputs, attention, adapters)
+            with self._norms.using(layout.adapter_slots, layout.adapter_lengths):
+                if inputs.sampling and not layout.prompt_rows:
+                    logits = self._forward.logits(inputs, attention, adapters)
+                    return self._sample(layout, inputs, logits), None
+                hidden = self._forward.hidden(inputs, attention, adapters)
         head, scores = partial(self._head, layout), None
         if layout.prompt_rows:
             scores = self._prompts.read(layout.prompt_rows, hidden, self._input_batch.tokens, head)
@@ -162,11 +168,15 @@ class ModelRunner(BaseRunner):
 
     def _replay_piecewise(self, inputs: StepInputs, attention: StepPlans) -> Tensor | None:
         """Return the hidden states of a step in graph pieces; None when none serve this step."""
-        if self._piecewise_graphs is None or replaces_vocabulary(self._bank, inputs.adapter_slots):
+        if self._piecewise_graphs is None or self._replaces(inputs.adapter_slots):
             return None
         hidden = self._piecewise_graphs.run(inputs, attention)
         self.num_captured += hidden is not None
         return hidden
+
+    def _replaces(self, slots: Sequence[int]) -> bool:
+        """Return whether an adapter replaces what captured steps read of the base model."""
+        return replaces_vocabulary(self._bank, slots) or self._norms.changes(slots)
 
     def _head(self, layout: StepLayout, hidden: Tensor, at: Ints) -> Tensor:
         """Return the logits of those of a step's tokens that are `at` these indices."""

@@ -57,12 +57,12 @@ def test_a_matrix_left_out_is_noticed(world: World, monkeypatch: pytest.MonkeyPa
 def test_a_matrix_for_the_whole_batch_is_noticed(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = vocabulary._groups
+    real = vocabulary.groups_of
 
     def for_all(bank: object, slots: Tensor, projection: int) -> object:
         return [type(g)(slice(None), g.adapter) for g in real(bank, slots, projection)]  # type: ignore[arg-type]
 
-    monkeypatch.setattr(vocabulary, "_groups", for_all)
+    monkeypatch.setattr(vocabulary, "groups_of", for_all)
     expect_mismatch(world, setting("gpt_neox_ends", "parallel", 1, [BASE, "whole_embedding"]))
 
 

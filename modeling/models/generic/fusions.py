@@ -108,7 +108,7 @@ def _norm(module: nn.Module) -> FusedRMSNorm | None:
     x = torch.randn(3, len(weight), generator=torch.Generator().manual_seed(0)) * 1e-2
     for wide in (weight.float(), weight.float() + 1.0):
         if _same(probe(x), F.rms_norm(x, weight.shape, wide.cpu(), eps)):
-            return FusedRMSNorm(wide, eps)
+            return FusedRMSNorm(wide, eps, module)
     return None
 
 

@@ -7,7 +7,7 @@ weights are cut while they are read.
 
 import copy
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -19,6 +19,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from configs.architectures.base import ArchitectureError
 from configs.architectures.generic import GenericArchitecture
+from modeling.adapters.norms import NormModule
 from modeling.adapters.peft_tokens import token_projections
 from modeling.adapters.product import AdapterData
 from modeling.adapters.projection import BaseRows, Projection
@@ -28,6 +29,7 @@ from modeling.models.context import PagedContext
 from modeling.models.generic.cuts import CutPlan
 from modeling.models.generic.fusions import fuse, undo_rotations
 from modeling.models.generic.linears import replace_linears
+from modeling.models.generic.found_norms import find_norms, input_shapes
 from modeling.models.generic.modules import GenericEmbedding, GenericHead, embedding_scale
 from modeling.models.generic.reading import read_rest
 from modeling.models.generic.step import (
@@ -45,7 +47,7 @@ from sharding.loader import Weights
 
 logger = logging.getLogger("loray.modeling")
 
-PROBE = (1, 2, 3)
+PROBE = (1, 2, 3, 4, 5, 6, 7)
 """Tokens of the forward that shows what each layer's attention is."""
 
 
@@ -72,7 +74,7 @@ class GenericForCausalLM(nn.Module):
         prefix = _prefix(self.causal)
         self._add_ends(weights, has_bias=not architecture.num_labels)
         self.score: Tensor | None = read_score(architecture, weights, self.width)
-        plan = CutPlan(self.causal.config, prefix, weights.group)
+        self._plan = plan = CutPlan(self.causal.config, prefix, weights.group)
         self.projections: tuple[Projection, ...] = replace_linears(
             self.causal, plan, weights, self._step
         )
@@ -131,6 +133,10 @@ class GenericForCausalLM(nn.Module):
         ends = vocabulary_projections(self._ends, self._embedding.base, self._head.base)
         return token_projections(ends, head_has_bias=self._head.bias is not None)
 
+    def norms(self) -> Sequence[NormModule]:
+        """The decoder's norms that are whole on every rank; see `PagedModel`."""
+        return self._norms
+
     def base_tensors(self) -> Mapping[str, BaseRows]:
         """Embedding and head, each under all of its names; see `PagedModel`."""
         ends = vocabulary_projections(self._ends, self._embedding.base, self._head.base)
@@ -173,15 +179,17 @@ class GenericForCausalLM(nn.Module):
     def _learn_layers(self) -> tuple[AttentionLayer, ...]:
         """Compute a few tokens to see what each layer's attention is; all ranks do it together."""
         forms = LayerForms(_chunks(self.causal.config))
+        shapes: dict[str, tuple[int, ...]] = {}
         ids = torch.tensor(PROBE, device=self.device) % self.vocab_size
         positions = torch.arange(len(PROBE), device=self.device)
         try:
-            with self._step.using(forms, None):
+            with self._step.using(forms, None), input_shapes(self.causal, shapes):
                 self._decode(ids, positions)
         except RotationLostError as error:
             logger.info("q and k are rotated by transformers' code: %s", error)
             undo_rotations(self.causal)
             return self._learn_layers()
+        self._norms = find_norms(self.causal, self._plan, shapes, len(PROBE))
         return forms.layers(self.num_layers)
 
 

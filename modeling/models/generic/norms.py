@@ -1,5 +1,8 @@
 """RMS norms in one launch, with the sum before them and the norm before that."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -7,14 +10,26 @@ from modeling.layers.fused import fused_ops
 
 
 class FusedRMSNorm(nn.Module):
-    """y = w * x / sqrt(mean(x^2) + eps) over the last dimension, w in float32."""
+    """y = w * x / sqrt(mean(x^2) + eps) over the last dimension, w in float32.
 
-    def __init__(self, weight: Tensor, eps: float) -> None:
+    called_alone: not fused with sums, as adapters have something to do behind each norm.
+    """
+
+    def __init__(self, weight: Tensor, eps: float, replaced: nn.Module | None = None) -> None:
+        """replaced: the module of transformers that computes this of the checkpoint's weight."""
         super().__init__()
+        # Not among the submodules: the weight would be found twice.
+        self._replaced = (replaced,)
         self.weight = nn.Parameter(weight, requires_grad=False)
         self._eps = eps
         self._fused = fused_ops(weight.device)
         self._ahead: tuple[Tensor, Tensor] | None = None
+        self.called_alone = False
+
+    @property
+    def code(self) -> nn.Module:
+        """The module that reads the checkpoint's own weight."""
+        return self._replaced[0] or self
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] to the same shape."""
@@ -29,7 +44,7 @@ class FusedRMSNorm(nn.Module):
         self, x: Tensor, residual: Tensor, inner: "FusedRMSNorm | None"
     ) -> tuple[Tensor, Tensor]:
         """(residual + x, its norm), all of one shape; inner: a norm of x before the sum."""
-        if self._fused is None or x.dtype != residual.dtype:
+        if self._fused is None or x.dtype != residual.dtype or self.called_alone:
             total = residual + (x if inner is None else inner(x))
             return total, self(total)
         before = None if inner is None else (inner.weight, inner._eps)
@@ -37,6 +52,15 @@ class FusedRMSNorm(nn.Module):
             _rows(x), _rows(residual), self.weight, self._eps, before
         )
         return total.view(x.shape), normed.view(x.shape)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Be called by itself meanwhile, never within a sum."""
+        self.called_alone = True
+        try:
+            yield
+        finally:
+            self.called_alone = False
 
     def keep_ahead(self, x: Tensor, normed: Tensor) -> None:
         """Return `normed` from the next call if that is of this very x."""
