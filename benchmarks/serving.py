@@ -130,8 +130,8 @@ def bodies(case: Case, vocabulary: int, seed: int) -> Iterator[dict[str, Any]]:
 
     Only a conversation is shared by all prompts of all cases that have it.
     """
-    told = random.Random(CONVERSATION_SEED)
-    before = [f"t{told.randrange(2, vocabulary)}" for _ in range(case.conversation)]
+    words_of_all = random.Random(CONVERSATION_SEED)
+    before = [f"t{words_of_all.randrange(2, vocabulary)}" for _ in range(case.conversation)]
     before += [f"t{token}" for token in INVOCATION] if before else []
     chooser = random.Random(seed)
     weights = [1 / (i + 1) ** case.zipf for i in range(len(case.models))]

@@ -256,11 +256,11 @@ def write_adapter(folder: Path, model_folder: Path, recipe: AdapterRecipe | None
             if "magnitude" in name:
                 # Those of a fresh adapter are the base weight's norms, and near them all stay.
                 parameter.mul_(1 + 0.3 * torch.randn(parameter.shape, generator=generator))
-            elif name.endswith("base_layer.bias") and parameter.requires_grad:
-                parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
             elif "lora_" in name:
                 std = recipe.std if "_B" in name else 0.3
                 parameter.normal_(std=std, generator=generator)
+            elif name.endswith(".bias") and parameter.requires_grad and recipe.extra.get("bias"):
+                parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
             elif "modules_to_save" in name or "trainable_tokens_delta" in name:
                 parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
     model.save_pretrained(str(folder), save_embedding_layers=recipe.save_embeddings)

@@ -29,8 +29,8 @@ SERVED_NOTES: Mapping[str, str] = {
     "exclude_modules": "as PEFT matches it",
     "alora_invocation_tokens": "from the prompt's last invocation on, the base model before; 256 "
     "tokens at most; not in merges, with embedding or head, or over padded models",
-    "bias": "of adapted linear modules inside the layers; other biases in the file are refused; "
-    "not in merges, with activated LoRA, or over padded models",
+    "bias": "of adapted linear modules inside the layers and of norms; other biases in the file "
+    "are refused; not in merges, with activated LoRA, or over padded models",
     "lora_bias": "of linear modules inside the layers; not in merges or over padded models",
     "use_dora": "on linear modules inside the layers; not in merges, with embedding or head, or "
     "over padded models",
@@ -39,8 +39,8 @@ SERVED_NOTES: Mapping[str, str] = {
     "rank_pattern": "as PEFT matches it; 4,096 keys at most",
     "alpha_pattern": "as PEFT matches it; 4,096 keys at most",
     "task_type": "`SEQ_CLS` adapters bring a classification head; others change nothing",
-    "modules_to_save": "a decoder's classification head; embedding and head, where "
-    "`adapters.vocabulary_copies` is above 0; others are refused",
+    "modules_to_save": "a decoder's classification head; norms of paged models; embedding and "
+    "head, where `adapters.vocabulary_copies` is above 0; others are refused",
 }
 """What else there is to say of fields that are served."""
 

@@ -99,18 +99,9 @@ def _check_file(
     plan = replace(plan, parts=find_parts(named, known, projections))
     found = find_biases(file.keys(), plan, known)
     adapter = PeftAdapter(file, plan, known, tuple(projections), biases=found)
-    faults, keys = Faults(), file.keys()
-    with faults.gather():
-        adapter = replace(adapter, score=find_score(file, plan, projections))
-    with faults.gather():
-        adapter = replace(adapter, tokens=find_tokens(file, plan, projections))
-    plan = without_score(plan, keys)
-    with faults.gather():
-        adapter = replace(adapter, norms=find_norms(file, plan, projections, known))
-    plan = without_norms(plan, adapter.norms)
-    with faults.gather():
-        adapter = replace(adapter, ends=find_ends(keys, plan, projections, base))
-    adapter = replace(adapter, modules=_match(keys, adapter, faults))
+    faults = Faults()
+    adapter = _find_others(adapter, base, faults)
+    adapter = replace(adapter, modules=_match(file.keys(), adapter, faults))
     _check_tensors(adapter, faults)
     # It compares values, so types and shapes must be right.
     if not faults:
@@ -131,6 +122,27 @@ def _check_file(
         has_whole |= adapter.score is not None
         check_activation(plan, adapter.projections, adapter.modules.values(), has_whole)
     faults.check()
+    return adapter
+
+
+def _find_others(adapter: PeftAdapter, base: Mapping[str, BaseRows], faults: Faults) -> PeftAdapter:
+    """Find what the file holds besides factors; adapter: with all adaptable modules."""
+    file, plan, projections, keys = (
+        adapter.file,
+        adapter.plan,
+        adapter.projections,
+        adapter.file.keys(),
+    )
+    with faults.gather():
+        adapter = replace(adapter, score=find_score(file, plan, projections))
+    with faults.gather():
+        adapter = replace(adapter, tokens=find_tokens(file, plan, projections))
+    plan = without_score(plan, keys)
+    with faults.gather():
+        adapter = replace(adapter, norms=find_norms(file, plan, projections, adapter.modules))
+    plan = without_norms(plan, adapter.norms)
+    with faults.gather():
+        adapter = replace(adapter, ends=find_ends(keys, plan, projections, base))
     return adapter
 
 

@@ -76,8 +76,8 @@ class PeftAdapter:
     def ranks(self) -> dict[ModulePosition, int]:
         """Return each adapted position's true rank.
 
-        A whole matrix, which has none, counts as 1, as norms do; a classification head's is its labels' number,
-        that of trained rows their tokens' number.
+        A whole matrix, which has none, counts as 1, as norms do; a classification head's is its
+        labels' number, that of trained rows their tokens' number.
         """
         whole = dict.fromkeys(self.ends.matrices.values(), 1)
         if self.score is not None:

@@ -20,7 +20,7 @@ class NormTensors:
     """The parameters of norms that a file holds, by name.
 
     position: of the norms' projection.
-    entries: those of modules_to_save that mean norms.
+    entries: those of modules_to_save that mean norms, or nothing in this model and this file.
     """
 
     vectors: dict[str, NormVector] = field(default_factory=dict)
@@ -57,8 +57,10 @@ def find_norms(
     found: dict[str, NormVector] = {}
     others = {path for name in known for path in (name, name.rpartition(".")[0])}
     for entry in plan.modules_to_save:
+        if any(path.endswith(entry) for path in others):
+            continue
         own = [each for each in vectors if any(m.endswith(entry) for m in each.modules)]
-        if own and not any(path.endswith(entry) for path in others):
+        if own or not any(_is_of(key, entry) for key in keys):
             entries.add(entry)
             found |= dict(_saved(each, keys) for each in own)
     if plan.bias == "all":
@@ -89,6 +91,11 @@ def _saved(vector: NormVector, keys: Set[str]) -> tuple[str, NormVector]:
             f"{len(present)}: save the adapter again"
         )
     return present[0], vector
+
+
+def _is_of(key: str, entry: str) -> bool:
+    """Return whether a tensor is of a module, its path ending so."""
+    return f"{entry}." in key
 
 
 def _is_bias(key: str) -> bool:

@@ -19,9 +19,7 @@ from modeling.adapters.product import TokenGroup
 from modeling.transfer import to_device
 
 
-def groups_of(
-    bank: AdapterBank, slots: npt.NDArray[np.int64], projection: int
-) -> list[TokenGroup]:
+def groups_of(bank: AdapterBank, slots: npt.NDArray[np.int64], projection: int) -> list[TokenGroup]:
     """Return the rows of each adapter that has this projection; -1: of none.
 
     slots: each row's (-1: base).

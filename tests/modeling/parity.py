@@ -213,6 +213,27 @@ def _tokens(
     }
 
 
+def _norms(targets: tuple[str, ...], *entries: str, **extra: Any) -> dict[str, AdapterRecipe]:
+    """Adapters that bring norms, and a plain one.
+
+    norms: all entries of modules_to_save. last: the last of them, beside DoRA. scarce: nothing
+    else but one module.
+    """
+    plain = AdapterRecipe(target_modules=targets, seed=91, extra=extra)
+
+    def recipe(seed: int, entries: Sequence[str], **more: Any) -> AdapterRecipe:
+        return replace(
+            plain, seed=seed, extra={**extra, "modules_to_save": [*entries, "absent"], **more}
+        )
+
+    return {
+        "plain": plain,
+        "norms": recipe(92, entries),
+        "last": recipe(93, entries[-1:], use_dora=True),
+        "scarce": replace(recipe(94, entries[:1]), target_modules=targets[:1], r=1),
+    }
+
+
 @dataclass(frozen=True)
 class Family:
     """One kind of model: how to write a tiny one of a variant, and an adapter for it."""
@@ -276,6 +297,33 @@ FAMILIES: dict[str, Family] = {
     "llama_tokens": Family(write_llama, _tokens("q_proj", "down_proj")),
     "gpt2_tokens": Family(
         write_gpt2, _tokens("c_attn", "mlp.c_proj", ends=("wte", "lm_head"), fan_in_fan_out=True)
+    ),
+    "llama_norms": Family(write_llama, _norms(("q_proj", "down_proj"), "norm", "model.norm")),
+    "gpt2_norms": Family(
+        write_gpt2,
+        {
+            **_norms(("c_attn", "mlp.c_proj"), "ln_1", "ln_2", "ln_f", fan_in_fan_out=True),
+            "biases": AdapterRecipe(
+                target_modules=("c_attn", "attn.c_proj", "c_fc", "mlp.c_proj"),
+                seed=95,
+                extra={"bias": "all", "fan_in_fan_out": True},
+            ),
+        },
+    ),
+    "longlora": Family(
+        write_generic,
+        {
+            "plain": AdapterRecipe(seed=96),
+            "longlora": AdapterRecipe(
+                target_modules=("q_proj", "k_proj", "v_proj", "o_proj"),
+                seed=97,
+                extra={"modules_to_save": ["embed_tokens", "norm"]},
+            ),
+        },
+    ),
+    "generic_norms": Family(
+        write_generic,
+        _norms(("q_proj", "down_proj"), "q_norm", "k_norm", "layernorm", "model.norm"),
     ),
     "generic_tokens": Family(write_generic, _tokens("q_proj", "down_proj")),
     "gpt_neox_copies": Family(write_gpt_neox, _copies(("query_key_value", "dense_h_to_4h"))),

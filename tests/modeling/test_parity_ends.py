@@ -4,6 +4,7 @@ import pytest
 from torch import Tensor
 
 from modeling.adapters import vocabulary
+from modeling.adapters.token_rows import groups_of
 from sharding.embedding import VocabParallelEmbedding
 from tests.modeling.parity import BASE, FAMILIES, Setting, World, compare, expect_mismatch
 
@@ -57,7 +58,7 @@ def test_a_matrix_left_out_is_noticed(world: World, monkeypatch: pytest.MonkeyPa
 def test_a_matrix_for_the_whole_batch_is_noticed(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = vocabulary.groups_of
+    real = groups_of
 
     def for_all(bank: object, slots: Tensor, projection: int) -> object:
         return [type(g)(slice(None), g.adapter) for g in real(bank, slots, projection)]  # type: ignore[arg-type]

@@ -77,6 +77,7 @@ SERVED: dict[str, dict[str, Any]] = {
         "layers_to_transform": 0,
         "exclude_modules": ["k_proj"],
     },
+    "whole norms": {"modules_to_save": ["norm", "router"]},
     "another backward pass": {"velora_config": lora.VeloraConfig(num_groups=4, init_type="random")},
 }
 """Changes of a plain config whose results are PEFT's."""
@@ -87,7 +88,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "init_lora_weights='pissa'": {"init_lora_weights": "pissa"},
     "init_lora_weights='pissa_niter_4'": {"init_lora_weights": "pissa_niter_4"},
     "init_lora_weights='olora'": {"init_lora_weights": "olora"},
-    "modules_to_save=.*norm": {"modules_to_save": ["norm"]},
+    "modules_to_save=.*up_proj": {"modules_to_save": ["up_proj"], "target_modules": ["q_proj"]},
     "modules_to_save=.*lm_head": {"modules_to_save": ["lm_head"]},
     "kasa_config": {"kasa_config": lora.KasaConfig()},
     "monteclora_config": {"monteclora_config": lora.MontecloraConfig()},

@@ -32,8 +32,8 @@ def find_norms(
 ) -> list[NormModule]:
     """Return the norms; shapes: of their inputs in a step of so many tokens.
 
-    Left out: those that no forward called, and those in whose input several dimensions, or none,
-    could be the tokens.
+    Left out: those that no forward called, and those with an input of which several dimensions,
+    or none, could be the tokens.
     """
     found = []
     for path, module in causal.named_modules():

@@ -27,9 +27,9 @@ from modeling.adapters.vocabulary import EndNames, vocabulary_projections
 from modeling.models.base import AttentionLayer
 from modeling.models.context import PagedContext
 from modeling.models.generic.cuts import CutPlan
+from modeling.models.generic.found_norms import find_norms, input_shapes
 from modeling.models.generic.fusions import fuse, undo_rotations
 from modeling.models.generic.linears import replace_linears
-from modeling.models.generic.found_norms import find_norms, input_shapes
 from modeling.models.generic.modules import GenericEmbedding, GenericHead, embedding_scale
 from modeling.models.generic.reading import read_rest
 from modeling.models.generic.step import (

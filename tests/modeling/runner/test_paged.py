@@ -160,7 +160,7 @@ def test_the_report_counts_what_was_taken(world: World) -> None:
     widths = [(32, 32), (32, 16), (32, 16), (32, 32), (32, 48), (32, 48), (48, 32)]
     # Of single tokens a row has the hidden size and three digits.
     rows = 2 * sum(inputs + outputs for inputs, outputs in widths) + 2 * (32 + 3) + 32
-    ends = 2 * (96 + 32)
+    ends, norms = 2 * (96 + 32), 32
     chunk = 2**12
     assert 4 * 2**30 - chunk < report.host_bytes <= 4 * 2**30, "whole chunks of the arena"
     assert report == RunnerReport(
@@ -179,6 +179,7 @@ def test_the_report_counts_what_was_taken(world: World) -> None:
             "embed_tokens.tokens",
             "lm_head.tokens",
             "score",
+            "norms",
         ),
         adapter_pages=10,
         adapter_slots=5,
@@ -193,12 +194,12 @@ def test_the_report_counts_what_was_taken(world: World) -> None:
         weight_bytes_read=report.weight_bytes_read,
         weight_bytes_resident=report.weight_bytes_read,
         kv_bytes=9 * 16 * kv_bytes_per_token,
-        adapter_pool_bytes=8 * 4 * (10 * rows + 2 * ends),
+        adapter_pool_bytes=8 * 4 * (10 * rows + 2 * ends + 5 * norms),
         kv_groups=(KvGroup(16),),
         load_seconds=report.load_seconds,
         weight_forms={"float32": report.weight_bytes_read},
         paged=True,
-        pool_pages=(*[10] * 7, 2, 2, *[10] * 3),
+        pool_pages=(*[10] * 7, 2, 2, *[10] * 3, 5),
     )
 
 

@@ -1,0 +1,91 @@
+"""Norms that adapters bring (modules_to_save): PEFT's answers, beside adapters without them."""
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from configs.wire.adapters import AdapterError
+from modeling.adapters import norms
+from modeling.adapters.norms import AdaptedNorms
+from modeling.adapters.peft import open_adapter
+from modeling.adapters.token_rows import groups_of
+from modeling.runner.adapter_check import adaptable
+from tests.checkpoints import AdapterRecipe, write_adapter
+from tests.modeling.parity import BASE, Setting, World, compare, engine_config, expect_mismatch
+
+VARIANTS = {"llama_norms": "gqa", "gpt2_norms": "plain", "generic_norms": "qwen3"}
+MIXED = ["norms", BASE, "last", "plain", "scarce"]
+FILE = "adapter_model.safetensors"
+NORM = "base_model.model.model.norm.weight"
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize(("family", "variant"), VARIANTS.items())
+def test_together(world: World, family: str, variant: str, ranks: int) -> None:
+    """Prompts in chunks beside rows that decode; each request is preempted once."""
+    compare(world, Setting(family, variant, ranks, MIXED, rejoins_at=3))
+
+
+def test_under_the_scheduler(world: World) -> None:
+    """With prefix hits, and after a loss of the ranks."""
+    names, lengths = ["norms", BASE, "norms", "scarce"], [35, 35, 35, 20]
+    compare(world, Setting("llama_norms", "gqa", 2, names, lengths=lengths, lost_at=14))
+
+
+def test_beside_an_embedding(world: World) -> None:
+    """As LongLoRA trains them; a Gemma's norms add one to their weights."""
+    names = ["longlora", BASE, "plain"]
+    compare(world, Setting("longlora", "gemma2_untied", 2, names, vocabulary=True, copies=1))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # PEFT's, of biases
+def test_biases_of_norms(world: World) -> None:
+    compare(world, Setting("gpt2_norms", "plain", 2, ["biases", BASE, "norms"]))
+
+
+@pytest.mark.parametrize("fault", ["left out", "for all", "of the base"])
+def test_a_norm_that_is_wrong(world: World, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    if fault == "left out":
+        monkeypatch.setattr(AdaptedNorms, "using", lambda *args: nullcontext())
+    elif fault == "for all":
+        found = groups_of
+
+        def for_all(*args: Any) -> Any:
+            return [type(group)(slice(None), group.adapter) for group in found(*args)]
+
+        monkeypatch.setattr(norms, "groups_of", for_all)
+    else:
+        own = AdaptedNorms._parameters
+
+        def weights_alone(*args: Any) -> Any:
+            return {name: each for name, each in own(*args).items() if name == "weight"}
+
+        monkeypatch.setattr(AdaptedNorms, "_parameters", weights_alone)
+    expect_mismatch(world, Setting("gpt2_norms", "plain", 1, ["norms", BASE]))
+
+
+@pytest.mark.parametrize("fault", ["shape", "missing", "linear", "nan"])
+def test_what_is_refused(world: World, tmp_path: Path, fault: str) -> None:
+    model = world.model("llama_norms", "gqa")
+    entries = ["model.norm", "up_proj" if fault == "linear" else "input_layernorm"]
+    recipe = AdapterRecipe(target_modules=("q_proj",), extra={"modules_to_save": entries})
+    folder = write_adapter(tmp_path / "it", model, recipe)
+    tensors = load_file(folder / FILE)
+    if fault == "shape":
+        tensors[NORM] = tensors[NORM][:-1].clone()
+    elif fault == "missing":
+        del tensors[NORM]
+    elif fault == "nan":
+        tensors[NORM][0] = float("nan")
+    save_file(tensors, folder / FILE)
+    said = {
+        "shape": "this model needs",
+        "missing": f"modules_to_save requires {NORM}, of which the file holds 0",
+        "linear": "'up_proj' is no norm",
+        "nan": "not finite",
+    }
+    with pytest.raises(AdapterError, match=said[fault]):
+        list(open_adapter(folder, adaptable(engine_config(model)), 64).read_matrices())
