@@ -7,6 +7,8 @@ import time
 from pathlib import Path
 
 _LOOK_SECONDS = 0.02
+_NUM_THREADS = 17
+"""The index, from the state on, in /proc/PID/stat (proc_pid_stat(5))."""
 
 
 def sigkill(pid: int) -> None:
@@ -31,5 +33,7 @@ def has_ended(pid: int) -> bool:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return True  # the process has ended, or this system has no /proc
-    state = stat.rpartition(")")[2].split()[0]
-    return state in "ZX"
+    fields = stat.rpartition(")")[2].split()
+    # The first thread's state. The others, which may end later, hold the memory too: CUDA gives a
+    # GPU's back when the last one has closed the driver's files.
+    return fields[0] in "ZX" and int(fields[_NUM_THREADS]) <= 1

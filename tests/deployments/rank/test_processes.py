@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -34,3 +35,19 @@ def test_a_killed_process_has_ended_before_its_parent_waits(stopped: bool) -> No
     assert await_end(process.pid, PATIENCE_S)
     assert process.wait() == -signal.SIGKILL
     sigkill(process.pid)
+
+
+def test_a_process_whose_first_thread_alone_has_ended_goes_on() -> None:
+    """As a killed rank does while its other threads give the GPU's memory back."""
+    code = (
+        "import ctypes, sys, threading; "
+        "threading.Thread(target=sys.stdin.read).start(); "
+        "ctypes.CDLL(None).pthread_exit(None)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) as process:
+        stat = Path(f"/proc/{process.pid}/stat")
+        while stat.read_text().rpartition(")")[2].split()[0] != "Z":
+            assert process.poll() is None
+        assert not has_ended(process.pid)
+        process.kill()
+        assert await_end(process.pid, PATIENCE_S)
