@@ -25,7 +25,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 _WEIGHTS_NAME = "adapter_model.safetensors"
 _DIGEST_BYTES = 20
-_THREADS = 4
+_THREADS = min(8, os.cpu_count() or 1)
 PIECE_BYTES = 1 << 20
 """Bytes of weights that one thread copies and hashes at a time."""
 
@@ -87,7 +87,8 @@ class IncomingWeights:
                 piece = buffer[: min(PIECE_BYTES, size - first)]
                 read(piece, first)
                 self._put(piece, begin + first)
-                digests.append(hashlib.blake2b(piece, digest_size=_DIGEST_BYTES).digest())
+                # Processors compute this one in hardware, almost twice as fast as blake2b.
+                digests.append(hashlib.sha256(piece).digest())
             return digests
 
         kept = list(self._threads.map(keep, range(_THREADS)))

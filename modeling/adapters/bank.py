@@ -12,13 +12,13 @@ from torch import Tensor
 from configs.wire.adapters import AdapterKey, AdapterShape, FetchedAdapter
 from modeling.adapters.device_copies import CopyEvent, DeviceCopies
 from modeling.adapters.host_cache import (
-    PAGE_ROWS,
     HostAdapterCache,
     HostCacheSize,
     StagedAdapter,
     copy_bytes,
     page_bytes,
 )
+from modeling.adapters.host_pages import PAGE_ROWS
 from modeling.adapters.output_rows import OutputRows
 from modeling.adapters.projection import (
     WHOLE_KINDS,

@@ -5,9 +5,10 @@ follow each other through its chunks in whole rows. So a matrix is one contiguou
 for each chunk that it crosses; each row range is one copy to the device.
 """
 
+import os
 import threading
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -25,6 +26,7 @@ from configs.wire.adapters import (
     FetchedAdapter,
 )
 from modeling.adapters.chunk_layout import ChunkLayout, RowRange, lay_out
+from modeling.adapters.host_pages import PAGE_ROWS, HostMatrix, HostPage, write_row
 from modeling.adapters.merge import OpenAdapter, open_fetched
 from modeling.adapters.output_rows import OutputRows, added_bias, output_rows
 from modeling.adapters.pinned_pool import PinnedPool
@@ -37,65 +39,17 @@ from modeling.adapters.projection import (
     select_columns,
 )
 from modeling.adapters.row_norms import RowNorms, SummedRows
+from modeling.adapters.stacks import LoraStack, StackReader
 from modeling.transfer import DeviceEvent, aligned
+from sharding.tensor_file import WHOLE_BYTES
 from sources.files import fingerprint
 
-PAGE_ROWS = 8
-
 MAX_CHUNK_BYTES = 2**20
+_WRITERS = 4
+"""Threads that write one large adapter. Small ones are not worth their turns of the interpreter."""
+
 CHUNKS_OF_PAGE = 16
 """One page of every pool takes at least this many chunks in all: small models waste little."""
-
-
-@dataclass(frozen=True)
-class HostMatrix:
-    """A or Bt of one page in host memory.
-
-    ranges: row ranges [n, width], in order.
-    firsts: the index of each range's first row.
-    """
-
-    ranges: tuple[Tensor, ...]
-    firsts: tuple[int, ...]
-
-    def write(self, first: int, rows: Tensor) -> None:
-        """Write rows [n, width] from row `first` on, in the pools' type."""
-        index, done = bisect_right(self.firsts, first) - 1, 0
-        while self.ranges and done < len(rows):  # A rank without token ids has no ranges.
-            part, start = self.ranges[index], first + done - self.firsts[index]
-            count = min(len(part) - start, len(rows) - done)
-            part[start : start + count].copy_(rows[done : done + count])
-            done += count
-            index += 1
-
-    def write_layers(self, layers: Sequence[int], rows: Tensor) -> None:
-        """Write the rows of several layers, [layers, n <= 8, width]; a page's other rows are 0.
-
-        Consecutive layers are written as one range.
-        """
-        num_layers, count, width = rows.shape
-        if tuple(layers) == tuple(range(layers[0], layers[0] + num_layers)):
-            if count < PAGE_ROWS:
-                padded = rows.new_zeros(num_layers, PAGE_ROWS, width)
-                padded[:, :count] = rows
-                rows = padded
-            self.write(layers[0] * PAGE_ROWS, rows.flatten(0, 1))
-        else:
-            for layer, own in zip(layers, rows, strict=True):
-                self.write(layer * PAGE_ROWS, own)
-
-    def copy_to(self, page: Tensor) -> None:
-        """Queue a copy of all rows to a page of a pool, [rows, width], on the current stream."""
-        for first, part in zip(self.firsts, self.ranges, strict=True):
-            page[first : first + len(part)].copy_(part, non_blocking=True)
-
-
-@dataclass(frozen=True)
-class HostPage:
-    """One page of a projection: its two matrices."""
-
-    a: HostMatrix
-    bt: HostMatrix
 
 
 @dataclass(frozen=True)
@@ -161,6 +115,8 @@ class HostAdapterCache:
         # read that began before it is discarded even if the adapter is staged anew meanwhile.
         self._reads: dict[AdapterKey, list[object]] = {}
         self._lock = threading.Lock()
+        count = min(_WRITERS, os.cpu_count() or 1)
+        self._writers = ThreadPoolExecutor(count, thread_name_prefix="pages")
 
     @property
     def capacity_bytes(self) -> int:
@@ -257,7 +213,7 @@ class HostAdapterCache:
         shape = AdapterShape(num_pages, layout.num_chunks * self.pool.chunk_bytes)
         self._check_fits(shape)
         if opened.is_scaled and not adapter.row_sums:
-            self._norms.check_sums(opened.stacks())
+            self._norms.check_sums(stack for read in opened.readers() for stack in read())
         chunks = self.pool.allocate(layout.num_chunks)
         if chunks is None:
             raise AdapterDeferred(shape)
@@ -324,33 +280,53 @@ class HostAdapterCache:
         sums: SummedRows,
     ) -> None:
         """Read an adapter's modules into zeroed pages, cut to this rank."""
-        for stack in adapter.stacks():
-            projection, own = self._projections[stack.projection], pages[stack.projection]
-            a = select_columns(stack.a, projection.inputs).to(self._dtype)
-            bt = select_columns(stack.b.transpose(1, 2), projection.outputs)
-            behind = output_rows[stack.projection]
-            changes = None
-            if stack.magnitudes is not None:
-                scales = self._norms.scales(stack, sums)
-                # y = c (W x) + c (B A x): B takes the scale here, W x when it is computed.
-                bt = bt * scales.unsqueeze(1)
-                # Less 1, as it is near 1: half precision keeps more of it so.
-                changes = (scales - 1).to(self._dtype)
-            bt = bt.to(self._dtype)
-            for index in range(-(-a.shape[1] // PAGE_ROWS)):
-                rows = slice(index * PAGE_ROWS, (index + 1) * PAGE_ROWS)
-                own[index].a.write_layers(stack.layers, a[:, rows])
-                own[index].bt.write_layers(stack.layers, bt[:, rows])
-            if changes is not None:
-                _write_row(own, behind.scale, stack.layers, changes)
-            if behind.bias >= 0:
-                added = added_bias(stack, projection, self._base_linears, changes)
-                _write_row(own, behind.bias, stack.layers, added)
+
+        def write(read: StackReader) -> None:
+            for stack in read():
+                own, behind = pages[stack.projection], output_rows[stack.projection]
+                self._write_stack(stack, own, behind, sums)
+
+        readers = adapter.readers()
+        # Sums are taken in the file's order.
+        if adapter.num_bytes > WHOLE_BYTES and not adapter.is_scaled:
+            writing = [self._writers.submit(write, read) for read in readers]
+            # All of them: the caller frees the pages of an adapter that cannot be read.
+            wait(writing)
+            for written in writing:
+                written.result()
+        else:
+            for read in readers:
+                write(read)
         for matrix in adapter.read_matrices():
             index = matrix.position.projection
             parts = torch.split(matrix.rows, self._projections[index].num_layers * PAGE_ROWS)
             for page, part in zip(pages[index], parts, strict=True):
                 page.a.write(0, part)
+
+    def _write_stack(
+        self, stack: LoraStack, pages: Sequence[HostPage], behind: OutputRows, sums: SummedRows
+    ) -> None:
+        """Write a stack into the pages of its projection; behind: its rows behind LoRA's."""
+        projection = self._projections[stack.projection]
+        a = select_columns(stack.a, projection.inputs).to(self._dtype)
+        bt = select_columns(stack.b.transpose(1, 2), projection.outputs)
+        changes = None
+        if stack.magnitudes is not None:
+            scales = self._norms.scales(stack, sums)
+            # y = c (W x) + c (B A x): B takes the scale here, W x when it is computed.
+            bt = bt * scales.unsqueeze(1)
+            # Less 1, as it is near 1: half precision keeps more of it so.
+            changes = (scales - 1).to(self._dtype)
+        bt = bt.to(self._dtype)
+        for index in range(-(-a.shape[1] // PAGE_ROWS)):
+            rows = slice(index * PAGE_ROWS, (index + 1) * PAGE_ROWS)
+            pages[index].a.write_layers(stack.layers, a[:, rows])
+            pages[index].bt.write_layers(stack.layers, bt[:, rows])
+        if changes is not None:
+            write_row(pages, behind.scale, stack.layers, changes)
+        if behind.bias >= 0:
+            added = added_bias(stack, projection, self._base_linears, changes)
+            write_row(pages, behind.bias, stack.layers, added)
 
 
 def chunk_size(projections: Sequence[Projection], dtype: torch.dtype) -> int:
@@ -358,13 +334,6 @@ def chunk_size(projections: Sequence[Projection], dtype: torch.dtype) -> int:
     widest = max((max(p.local_inputs, p.local_outputs) for p in projections), default=0)
     part = min(MAX_CHUNK_BYTES, page_bytes(projections, dtype) // CHUNKS_OF_PAGE)
     return max(aligned(max(part, widest * dtype.itemsize)), aligned(1))
-
-
-def _write_row(pages: Sequence[HostPage], row: int, layers: Sequence[int], values: Tensor) -> None:
-    """Write one row of Bt in several layers, [layers, width]; row: counted through the pages."""
-    page, within = divmod(row, PAGE_ROWS)
-    for layer, own in zip(layers, values, strict=True):
-        pages[page].bt.write(layer * PAGE_ROWS + within, own[None])
 
 
 def _check_unchanged(adapter: FetchedAdapter) -> None:

@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from modeling.adapters.peft_score import ScoreTensor
 from modeling.adapters.peft_tensors import check_finite
 from modeling.adapters.peft_tokens import TokenTensor
 from modeling.adapters.projection import ModulePosition, Projection
-from modeling.adapters.stacks import LoraModule, LoraStack
+from modeling.adapters.stacks import LoraModule, LoraStack, StackReader
 from sharding.tensor_file import TensorFile
 
 STACK_NUMBERS = 2**19
@@ -92,8 +93,18 @@ class PeftAdapter:
         for stack in self.stacks():
             yield from stack.modules()
 
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of all tensors."""
+        return self.file.num_bytes
+
     def stacks(self) -> Iterator[LoraStack]:
         """Yield the modules in stacks: one call of torch serves many modules."""
+        for read in self.readers():
+            yield from read()
+
+    def readers(self) -> Iterator[StackReader]:
+        """Yield readers of all stacks, in the model's order."""
         with reading():
             self.ends.check_copies(self.file)
         for (index, rank, *_), group in itertools.groupby(self.modules, self._kind):
@@ -101,11 +112,9 @@ class PeftAdapter:
             widest = max(projection.in_features, projection.out_features)
             count = max(1, STACK_NUMBERS // (rank * widest))
             for first in range(0, len(names), count):
-                yield self._stack(index, names[first : first + count])
+                yield partial(self._stack, index, names[first : first + count])
         for each in self.tokens:
-            with reading():
-                found = list(each.stacks(self.file))
-            yield from found
+            yield partial(self._token_stacks, each)
 
     def names(self, module: str) -> FactorNames:
         """Return the names of a module's factors."""
@@ -116,7 +125,11 @@ class PeftAdapter:
         index, rank = self.modules[module].projection, self.plan.rank_of(module)
         return index, rank, self.names(module).flipped, module in self.plan.parts
 
-    def _stack(self, index: int, names: Sequence[str]) -> LoraStack:
+    def _token_stacks(self, tokens: TokenTensor) -> list[LoraStack]:
+        with reading():
+            return list(tokens.stacks(self.file))
+
+    def _stack(self, index: int, names: Sequence[str]) -> list[LoraStack]:
         factors_of = [self.names(name) for name in names]
         keys_a, keys_b = [each.a for each in factors_of], [each.b for each in factors_of]
         with reading():
@@ -138,7 +151,7 @@ class PeftAdapter:
         with reading():
             magnitudes = read_magnitudes(self.file, names) if self.plan.use_dora else None
             biases, base_biases = self.biases.read(self.file, names, scales)
-        return LoraStack(index, layers, a, b, magnitudes, biases, base_biases)
+        return [LoraStack(index, layers, a, b, magnitudes, biases, base_biases)]
 
     def factors(self, module: str) -> tuple[Tensor, Tensor]:
         """Return A [r, in] and B [out, r] of a module in float32; refuses values not finite."""

@@ -1,6 +1,6 @@
 """Factors of adapted modules, as files and merges give them to staging."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -39,3 +39,7 @@ class LoraStack:
         """Yield the modules one by one."""
         for layer, a, b in zip(self.layers, self.a, self.b, strict=True):
             yield LoraModule(ModulePosition(self.projection, layer), a.float(), b)
+
+
+StackReader = Callable[[], Iterable[LoraStack]]
+"""Reads a part of an adapter; threads may call those of one adapter side by side."""

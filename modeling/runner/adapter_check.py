@@ -21,7 +21,7 @@ from configs.architectures.select import load_architecture, padded_reason
 from configs.engine import EngineConfig
 from configs.reading import DamagedFile
 from configs.wire.adapters import AdapterError
-from modeling.adapters.host_cache import PAGE_ROWS
+from modeling.adapters.host_pages import PAGE_ROWS
 from modeling.adapters.output_rows import output_rows
 from modeling.adapters.peft import FACTOR, open_adapter
 from modeling.adapters.peft_adapter import PeftAdapter

@@ -9,6 +9,7 @@ import torch
 
 from configs.wire.adapters import AdapterError, AdapterKey, AdapterRefusal, FetchedAdapter
 from modeling.adapters import host_cache as copies
+from modeling.adapters import peft_adapter
 from modeling.adapters.host_cache import HostAdapterCache, HostCacheSize
 from modeling.adapters.merge import OpenAdapter, open_fetched
 from sharding import tensor_file
@@ -38,7 +39,8 @@ def test_a_file_that_is_cut_short_fails_as_a_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, whole_bytes: int
 ) -> None:
     """As `cp` and `rsync --inplace` do; of a mapped file the rank would die (SIGBUS)."""
-    monkeypatch.setattr(tensor_file, "WHOLE_BYTES", whole_bytes)
+    for module in (tensor_file, copies):
+        monkeypatch.setattr(module, "WHOLE_BYTES", whole_bytes)
     good, bad = fetched(1, adapter(tmp_path / "good")), fetched(2, adapter(tmp_path / "bad"))
 
     def opened(wanted: FetchedAdapter, *rest: Any) -> OpenAdapter:
@@ -56,6 +58,32 @@ def test_a_file_that_is_cut_short_fails_as_a_version(
     tier.drop(good.key)
     tier.stage(good)
     tier.check()
+
+
+def test_a_large_file_is_written_by_several_threads_to_the_same_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted, tier = fetched(1, adapter(tmp_path / "adapter")), host_copies()
+    tier.stage(wanted)
+    expected = staged_numbers(tier)
+    tier.drop(wanted.key)
+    for module in (tensor_file, copies):
+        monkeypatch.setattr(module, "WHOLE_BYTES", 0)
+    monkeypatch.setattr(peft_adapter, "STACK_NUMBERS", 1)  # Each module is a stack of its own.
+    tier.stage(wanted)
+    torch.testing.assert_close(staged_numbers(tier), expected, rtol=0, atol=0)
+    tier.check()
+
+
+def staged_numbers(tier: HostAdapterCache) -> list[torch.Tensor]:
+    """All numbers of the adapter 1, page by page."""
+    return [
+        part.clone()
+        for pages in tier.find(AdapterKey(1)).pages
+        for page in pages
+        for matrix in (page.a, page.bt)
+        for part in matrix.ranges
+    ]
 
 
 def test_links_that_lead_out_of_the_folder(tmp_path: Path) -> None:
