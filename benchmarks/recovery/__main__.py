@@ -72,7 +72,7 @@ def measure(
             raise SystemExit("these answers are wrong before any kill:\n" + "\n".join(wrong))
         for name in names:
             if name == "kill":
-                yield from cases.kill(server, questions, parsed.rate)
+                yield from cases.kill(server, questions, parsed.rate, parsed.blows)
             elif name == "scale":
                 yield from cases.scale(server, questions)
             elif name == "cold":
@@ -91,6 +91,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--answers", type=Path, help="a file of right answers, as the demo's")
     parser.add_argument("--adapters", nargs="*", help="default: those that the server lists")
     parser.add_argument("--rate", type=float, default=4.0, help="requests a second")
+    parser.add_argument(
+        "--blows", nargs="+", choices=cases.BLOWS, default=[*cases.BLOWS], help="of the kills"
+    )
     parser.add_argument("--port", type=int, default=8123)
     parser.add_argument("--minutes", type=float, default=60.0, help="of the soak")
     parsed = parser.parse_args(arguments)

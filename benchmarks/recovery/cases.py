@@ -17,7 +17,14 @@ from benchmarks.serving import percentile
 
 BEFORE_S, AFTER_S = 5.0, 5.0
 BACK_S = 300.0
-KILLED = ("rank", "driver", "ingress", "front")
+BLOWS = {
+    "rank": ("rank", signal.SIGKILL),
+    "driver": ("driver", signal.SIGKILL),
+    "ingress": ("ingress", signal.SIGKILL),
+    "front": ("front", signal.SIGKILL),
+    "hang": ("rank", signal.SIGSTOP),
+}
+"""What is struck, and by which signal."""
 
 Row = dict[str, Any]
 
@@ -40,9 +47,11 @@ async def struck(
     return {"rate": rate, "back_s": back_after(load.stories, at), **summary(load.stories)}
 
 
-def kill(server: RecoveryServer, questions: Sequence[Question], rate: float) -> Iterator[Row]:
-    """kill -9 of one process of each kind, and SIGSTOP of a rank."""
-    for kind, sign in [*((kind, signal.SIGKILL) for kind in KILLED), ("rank", signal.SIGSTOP)]:
+def kill(
+    server: RecoveryServer, questions: Sequence[Question], rate: float, blows: Sequence[str]
+) -> Iterator[Row]:
+    """One process after the other is struck; blows: keys of BLOWS."""
+    for kind, sign in (BLOWS[blow] for blow in blows):
         victim = random.Random(5).choice(server.processes(kind))
         row = asyncio.run(struck(server, questions, rate, lambda: victim.send_signal(sign)))  # noqa: B023
         yield {"case": "kill", "what": kind, "signal": sign.name, **row}
