@@ -1,6 +1,7 @@
 """One engine: a model on a group of ranks, with its cache, limits and adapters."""
 
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
@@ -171,6 +172,9 @@ class EngineConfig(Config):
     attention: AttentionKind = AttentionKind.AUTO
     all_reduce: AllReduce = AllReduce.AUTO
     cuda_graphs: CudaGraphs = CudaGraphs.ALL
+    kernel_cache: Path | None = Field(
+        default=None, description="compiled kernels, by `loray warm`; None: $LORAY_KERNEL_CACHE"
+    )
     cpu_threads: PositiveInt = Field(default=1, description="torch threads of a CPU rank")
     cache: CacheConfig = CacheConfig()
     limits: LimitsConfig = LimitsConfig()

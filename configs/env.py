@@ -100,6 +100,31 @@ def export_rank_environment() -> None:
         os.environ.setdefault(name, value)
 
 
+def read_kernels(folder: Path | None) -> None:
+    """Have this process look for compiled kernels in a folder, before it compiles any.
+
+    folder: of the config; None: LORAY_KERNEL_CACHE's.
+    """
+    if folder is not None:
+        os.environ["LORAY_KERNEL_CACHE"] = str(folder)
+    if kernel_folder() is not None:
+        os.environ.setdefault("TRITON_CACHE_MANAGER", "modeling.triton_cache:CarriedKernels")
+
+
+def write_kernels(folder: Path, workspace: Path) -> None:
+    """Have this process compile into a folder; workspace: of FlashInfer's compiler."""
+    os.environ["LORAY_KERNEL_CACHE"] = str(folder)
+    os.environ["TRITON_CACHE_DIR"] = str(folder / "triton")
+    os.environ["FLASHINFER_WORKSPACE_BASE"] = str(workspace)
+    os.environ.pop("TRITON_CACHE_MANAGER", None)
+
+
+def kernel_folder() -> Path | None:
+    """The folder of compiled kernels that `loray warm` has filled, if there is one."""
+    folder = os.environ.get("LORAY_KERNEL_CACHE")
+    return Path(folder) if folder else None
+
+
 def cuda_ordinal(gpu_id: str) -> int:
     """CUDA's number, in this process, of the GPU with Ray's id."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

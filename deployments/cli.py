@@ -136,6 +136,26 @@ def batch(
 
 
 @app.command()
+def warm(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL|CONFIG.yaml", help="a folder, a hub id, or a config")
+    ] = "serve_config.yaml",
+    into: Annotated[Path, typer.Option(help="Folder of kernels; added to")] = Path("kernels"),
+    tp: Annotated[int | None, typer.Option(help="GPUs of one replica; here one is enough")] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Any other setting (repeatable)"),
+    ] = None,
+) -> None:
+    """Compile a server's GPU kernels into a folder that an image can carry."""
+    from deployments.commands import warm as command
+
+    options = {"tensor_parallel": tp, "settings": set_ and tuple(set_)}
+    given = {name: value for name, value in options.items() if value is not None}
+    command.warm(model, given, into)
+
+
+@app.command()
 def generate(
     prompt: str,
     adapter: Adapter = "",

@@ -56,6 +56,28 @@ class SingleRank:
         return None
 
 
+class LoneRank:
+    """One rank of several without the others, to compile its kernels; its sums are wrong."""
+
+    method = "without the other ranks"
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Return x."""
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Return x once for each rank."""
+        return torch.cat([x] * self.size, dim=-1)
+
+    def output_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
+        """Return None."""
+        return None
+
+
 class ProcessGroupRanks:
     """Several ranks over one backend of torch: gloo on CPU, NCCL on GPUs.
 

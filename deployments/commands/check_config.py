@@ -63,6 +63,12 @@ def _inner_config(service: Mapping[str, Any]) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
+def engines(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The arguments of each base model of LoRay's applications, which must be free of faults."""
+    for _, app in _applications(config):
+        yield from _bases(app).values()
+
+
 def config_faults(config: Mapping[str, Any]) -> list[str]:
     """Every fault of Serve's own keys, and of the args and deployments of LoRay's applications."""
     from ray.serve.schema import DeploymentSchema, ServeApplicationSchema, ServeDeploySchema

@@ -10,10 +10,12 @@ import torch
 from torch.distributed import Store, TCPStore
 
 from configs.engine import EngineConfig
+from configs.env import read_kernels
 from configs.wire.plan import Capacity
 from deployments.rank.messages import LoadReport, StoreAddress
 from deployments.rank.transport import Channel
 from deployments.rank.worker import Worker
+from modeling.kernel_cache import warn_of_other_kernels
 from modeling.runner.loading import pick_device
 from modeling.runner.report import RunnerReport
 from modeling.runner.select import load_runner
@@ -50,6 +52,7 @@ class RankHost:
     ) -> None:
         """folder: the base model's files here. cuda_ordinal: this rank's GPU, None for all."""
         self._cuda_ordinal = cuda_ordinal
+        read_kernels(config.kernel_cache)
         self._config = config.model_copy(
             update={"model": config.model.model_copy(update={"id": folder})}
         )
@@ -62,6 +65,7 @@ class RankHost:
     def measure(self, store: Store, timeout_s: float) -> int:
         """Join the group and load the weights; returns how many cache blocks would fit."""
         device = self._enter_thread()
+        warn_of_other_kernels(device)
         size, all_reduce = self._config.tensor_parallel, self._config.all_reduce
         self._group = connect(store, self._rank, size, device, timeout_s, all_reduce)
         # With an ordinal, this process sees GPUs of other ranks, too, and must not use them.

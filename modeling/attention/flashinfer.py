@@ -27,6 +27,7 @@ from modeling.attention.base import (
 )
 from modeling.attention.kv_cache import FP8, LayerCache
 from modeling.attention.pages import RowPages, leading_decodes, starts
+from modeling.kernel_cache import read_libraries
 from modeling.transfer import to_device
 
 HEAD_DIMS = (64, 128, 256)
@@ -78,6 +79,7 @@ class FlashInferAttention(AttentionBackend):
     def __init__(self, spec: AttentionSpec) -> None:
         """Allocate the workspace that all plans share: kernels of one stream never overlap."""
         super().__init__(spec)
+        read_libraries()
         processors = torch.cuda.get_device_properties(spec.device).multi_processor_count
         size = workspace_bytes(spec, processors)
         self._workspace = torch.zeros(size, dtype=torch.uint8, device=spec.device)
