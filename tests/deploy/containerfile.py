@@ -170,8 +170,7 @@ def _environment() -> dict[str, str]:
 
 def _copy(folder: Path, *names: str) -> None:
     *sources, into = names
-    for name in sources:
-        source = ROOT / name
+    for source in (path for name in sources for path in ROOT.glob(name)):
         if source.is_dir():
             shutil.copytree(source, folder / into, symlinks=True, dirs_exist_ok=True)
         else:
