@@ -59,6 +59,10 @@ class TimedRanks:
         if self._process is not None:
             self._process.wait(timeout=10.0)
 
+    def release(self) -> None:
+        """End as `stop` does."""
+        self.stop()
+
     def await_ends(self) -> None:
         """Return at once: `stop` has waited."""
 

@@ -133,18 +133,20 @@ class LimitsConfig(Config):
 
 
 class RecoveryConfig(Config):
-    """Time limits in seconds.
+    """Time limits in seconds, and what waits to take over.
 
     step_timeout_s: a step; after it the ranks count as lost.
     stage_timeout_s: the staging of an adapter, and the preparation of a matcher.
     start_timeout_s: a start of the ranks.
     recovery_timeout_s: how long open requests wait for new ranks.
+    standby: whether each rank has a process that waits to take over; None: ranks with one GPU do.
     """
 
     step_timeout_s: PositiveFloat = 60.0
     stage_timeout_s: PositiveFloat = 120.0
     start_timeout_s: PositiveFloat = 900.0
     recovery_timeout_s: PositiveFloat = 120.0
+    standby: bool | None = None
 
 
 class SleepingRequests(StrEnum):

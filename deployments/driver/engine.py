@@ -145,7 +145,7 @@ class DriverEngine:
     async def stop(self) -> None:
         """End the loop and the ranks; open requests end as unavailable."""
         self._gate.close()
-        end = self._handle.stop if self._handle.started else self._group.stop
+        end = self._handle.stop if self._handle.started else self._group.release
         await asyncio.get_running_loop().run_in_executor(None, end)
         # Only now: the loop has ended, so no event can follow.
         self._on_failure("the server is shutting down")

@@ -111,10 +111,10 @@ class EngineLoop:
         self.post(lambda scheduler, now: None)
         if self._thread.is_alive():
             self._thread.join(timeout=30.0)
-        self._group.stop()
+        self._group.release()
         if self._starter is not None:
             self._starter.abandon(timeout_s=30.0)
-            self._group.stop()  # The ranks that it may have started meanwhile.
+            self._group.release()  # The ranks that it may have started meanwhile.
 
     def sleep(self, mode: SleepMode, done: Done) -> None:
         """End the ranks until `wake`, when the mode allows it; call it from a command."""
@@ -333,6 +333,7 @@ class EngineLoop:
     def _run_asleep(self) -> None:
         """End the ranks, and run commands until new ones have started."""
         self._stop_ranks()
+        self._group.release()
         self._report_ended(self._scheduler.group_lost(wanted=True))
         self._group.await_ends()
         logger.info("asleep: the ranks have ended")

@@ -21,7 +21,11 @@ class RankGroup(Protocol):
         ...
 
     def stop(self) -> None:
-        """Kill every rank."""
+        """Kill every rank; a start may follow."""
+        ...
+
+    def release(self) -> None:
+        """Kill every rank, and the processes that wait to take over."""
         ...
 
     def await_ends(self) -> None:

@@ -13,6 +13,7 @@ from configs.interpreter import shorten_switch_interval
 from configs.observability import LogFormat
 from deployments.observability.logs import configure_logs
 from deployments.rank.messages import LoadReport, StoreAddress
+from deployments.rank.standby import RankProcess
 from deployments.rank.transport import Address, dial
 
 
@@ -20,26 +21,43 @@ class RankActor:
     """One process of a tensor-parallel group; Ray runs its methods on plain threads."""
 
     def __init__(
-        self, config: EngineConfig, folder: str, rank: int, log_format: LogFormat = LogFormat.TEXT
+        self,
+        config: EngineConfig,
+        folder: str,
+        rank: int,
+        log_format: LogFormat = LogFormat.TEXT,
+        gpu: str | None = None,
     ) -> None:
-        """Configure the process; `measure` loads the weights."""
+        """Configure the process; `measure` loads the weights.
+
+        gpu: Ray's id of the GPU, of a process for which Ray has reserved none.
+        """
         from deployments.rank.host import RankHost
 
         configure_logs(f"rank-{rank}", log_format)
         shorten_switch_interval()
-        gpus = ray.get_gpu_ids()
+        gpus = ray.get_gpu_ids() if gpu is None else [gpu]
         # A rank with several GPUs sees no others (see RayRanks), so it may use all that it sees.
         ordinal = cuda_ordinal(str(gpus[0])) if len(gpus) == 1 else None
         self._host = RankHost(config, folder, rank, ordinal)
         self._rank = rank
+        self._gpus = tuple(str(each) for each in gpus)
 
     def __repr__(self) -> str:
         """The name that Ray puts before this actor's log lines."""
         return f"rank-{self._rank}"
 
-    def process(self) -> tuple[str, int]:
-        """Return where this rank runs: (Ray's node id, process id)."""
-        return ray.get_runtime_context().get_node_id(), os.getpid()
+    def process(self) -> RankProcess:
+        """Return where this rank runs."""
+        return RankProcess(ray.get_runtime_context().get_node_id(), os.getpid(), self._gpus)
+
+    def prepare(self) -> None:
+        """Load what a start needs, so that this process can take over soon."""
+        self._host.prepare()
+
+    def free_device_bytes(self) -> int | None:
+        """Return the free memory of this rank's GPU; None on a CPU."""
+        return self._host.free_device_bytes()
 
     def open_store(self, size: int, timeout_s: float) -> StoreAddress:
         """Open the group's rendezvous on a free port of this node (rank 0 only)."""

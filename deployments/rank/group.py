@@ -24,6 +24,7 @@ from configs.observability import LogFormat
 from deployments.rank.actor import RankActor
 from deployments.rank.messages import LoadReport
 from deployments.rank.processes import await_end, sigkill
+from deployments.rank.standby import RankProcess, StandbyRanks
 from deployments.rank.transport import Listener, RankLinks, RanksLost
 
 _ENDING_SECONDS = 10.0
@@ -51,17 +52,17 @@ class RayRanks:
         self._log_format = log_format
         self._namespace = f"loray-{secrets.token_hex(4)}"
         self._actors: list[ActorHandle] = []
-        self._processes: list[tuple[str, int]] = []
+        self._processes: list[RankProcess] = []
         self._links: RankLinks | None = None
         self._ending: list[Callable[[float], object]] = []
+        self._standby = StandbyRanks(self._spawn_standby)
 
     def start(self) -> tuple[RankLinks, list[LoadReport]]:
         """Start, load and connect every rank; RanksLost says which step failed."""
         timeout_s = self._config.recovery.start_timeout_s
         size = self._num_ranks
         began = time.monotonic()
-        config = self._config.model_copy(update={"tensor_parallel": size})
-        self._actors = [self._spawn(config, rank) for rank in range(size)]
+        self._actors = self._standby.take() or [self._spawn(rank) for rank in range(size)]
         try:
             self._processes = ray.get(
                 [actor.process.remote() for actor in self._actors], timeout=timeout_s
@@ -77,6 +78,8 @@ class RayRanks:
         except (ray.exceptions.RayError, RanksLost) as error:
             self.stop()
             raise RanksLost(f"the ranks did not start: {error}") from error
+        if self._has_standby:
+            self._standby.prepare(self._actors, self._processes)
         return self._links, reports
 
     def stop(self) -> None:
@@ -87,8 +90,13 @@ class RayRanks:
         for actor in self._actors:
             ray.kill(actor, no_restart=True)
         # A process that is stopped (SIGSTOP) reads no message of Ray's; only the kernel ends it.
-        self._ending += [_kill_process(node, pid) for node, pid in self._processes]
+        self._ending += [_kill_process(node, pid) for node, pid, _ in self._processes]
         self._actors, self._processes = [], []
+
+    def release(self) -> None:
+        """Kill every rank and the standby processes, which take device memory too."""
+        self._standby.end()
+        self.stop()
 
     def await_ends(self) -> None:
         """Wait until killed ranks have freed their memory: new ones measure what is free."""
@@ -103,8 +111,27 @@ class RayRanks:
             return self._config.tensor_parallel
         return len(self._bundles.bundle_specs) - 1
 
-    def _spawn(self, config: EngineConfig, rank: int) -> ActorHandle:
-        num_gpus = self._rank_bundle(rank).get("GPU", 0)
+    @property
+    def _has_standby(self) -> bool:
+        """Whether processes wait to take over: where it pays, unless the config says."""
+        # From a rank with several GPUs Ray hides all others, so no other process can be on them.
+        if any(len(process.gpus) > 1 for process in self._processes):
+            return False
+        wanted = self._config.recovery.standby
+        return any(process.gpus for process in self._processes) if wanted is None else wanted
+
+    def _spawn_standby(self, rank: int, gpu: str | None) -> ActorHandle:
+        """Start a rank's process beside the present one's, in its bundle."""
+        return self._actor(rank, 0, 0, gpu)
+
+    def _spawn(self, rank: int) -> ActorHandle:
+        bundle = self._rank_bundle(rank)
+        return self._actor(rank, bundle.get("CPU", 0), bundle.get("GPU", 0))
+
+    def _actor(
+        self, rank: int, num_cpus: float, num_gpus: float, gpu: str | None = None
+    ) -> ActorHandle:
+        """Start a rank's process; gpu: as in `RankActor`."""
         strategy = (
             PlacementGroupSchedulingStrategy(self._bundles, placement_group_bundle_index=1 + rank)
             if self._bundles is not None
@@ -113,14 +140,15 @@ class RayRanks:
         actor = ray.remote(RankActor).options(
             name=f"rank-{rank}",
             namespace=f"{self._namespace}-{secrets.token_hex(2)}",
-            num_cpus=self._rank_bundle(rank).get("CPU", 0),
+            num_cpus=num_cpus,
             num_gpus=num_gpus,
             max_concurrency=2,
             # One GPU: the rank sees all and picks its own. Several: Ray hides all others.
-            runtime_env={"env_vars": RANK_ENVIRONMENT} if num_gpus == 1 else None,
+            runtime_env={"env_vars": RANK_ENVIRONMENT} if num_gpus == 1 or gpu else None,
             scheduling_strategy=strategy,
         )
-        return actor.remote(config, self._folder, rank, self._log_format)
+        config = self._config.model_copy(update={"tensor_parallel": self._num_ranks})
+        return actor.remote(config, self._folder, rank, self._log_format, gpu)
 
     def _rank_bundle(self, rank: int) -> dict[str, float]:
         if self._bundles is None:
@@ -134,7 +162,7 @@ class RayRanks:
         try:
             runs = [
                 actor.run.remote(listener.address, node == here)
-                for actor, (node, _) in zip(self._actors, self._processes, strict=True)
+                for actor, (node, *_) in zip(self._actors, self._processes, strict=True)
             ]
             links = RankLinks(listener.accept(len(runs), self._config.recovery.start_timeout_s))
         finally:

@@ -17,6 +17,7 @@ from deployments.rank.transport import Channel
 from deployments.rank.worker import Worker
 from modeling.kernel_cache import warn_of_other_kernels
 from modeling.runner.loading import pick_device
+from modeling.runner.preload import preload
 from modeling.runner.report import RunnerReport
 from modeling.runner.select import load_runner
 from modeling.runner.shared import BaseRunner, LoadedRunner
@@ -60,10 +61,20 @@ class RankHost:
         self._group: TensorParallel | None = None
         self._loaded: LoadedRunner | None = None
         self._runner: BaseRunner | None = None
-        self._started = time.monotonic()
+
+    def prepare(self) -> None:
+        """Import what a start needs and make the CUDA context; takes no memory beyond that."""
+        device = self._enter_thread()
+        preload(self._config.attention, device)
+
+    def free_device_bytes(self) -> int | None:
+        """Return the free memory of this rank's GPU; None on a CPU."""
+        device = self._enter_thread()
+        return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
 
     def measure(self, store: Store, timeout_s: float) -> int:
         """Join the group and load the weights; returns how many cache blocks would fit."""
+        self._started = time.monotonic()
         device = self._enter_thread()
         warn_of_other_kernels(device)
         size, all_reduce = self._config.tensor_parallel, self._config.all_reduce

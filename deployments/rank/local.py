@@ -50,6 +50,10 @@ class LocalRanks:
         self._threads.clear()
         self._hosts = []
 
+    def release(self) -> None:
+        """End as `stop` does: no process waits to take over."""
+        self.stop()
+
     def await_ends(self) -> None:
         """Return at once: `stop` has waited."""
 

@@ -219,6 +219,9 @@ class FakeGroup:
         for thread in threads:
             thread.join(HELD_SECONDS)
 
+    def release(self) -> None:
+        self.stop()
+
     def await_ends(self) -> None:
         assert not self._threads, "the ranks live"
 

@@ -61,6 +61,9 @@ class HandRank:
         self.links.close()
         self.end.close()
 
+    def release(self) -> None:
+        self.stop()
+
     def await_ends(self) -> None:
         pass
 

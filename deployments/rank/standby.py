@@ -1,0 +1,78 @@
+"""Standby processes: one for each rank, with torch and CUDA loaded, to take over from lost ranks.
+
+A process's start, its imports and its CUDA context take seconds, more than weights do. A standby
+process has done that, and holds no weights and no part of the cache. It takes over where its rank
+was: on the same node, the same GPU.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import ray
+from ray.actor import ActorHandle
+
+logger = logging.getLogger("loray.rank.standby")
+
+
+class RankProcess(NamedTuple):
+    """Where a rank runs: Ray's node id, the process id, Ray's ids of its GPUs."""
+
+    node: str
+    pid: int
+    gpus: tuple[str, ...]
+
+
+class StandbyRanks:
+    """The standby processes of one group; `take` gives them away."""
+
+    def __init__(self, spawn: Callable[[int, str | None], ActorHandle]) -> None:
+        """spawn: makes the actor of a rank with a GPU, which Ray does not reserve once more."""
+        self._spawn = spawn
+        self._actors: list[ActorHandle] = []
+        self._prepared: list[ray.ObjectRef[None]] = []
+
+    def prepare(self, ranks: Sequence[ActorHandle], processes: Sequence[RankProcess]) -> None:
+        """Start a process for each rank; returns at once."""
+        gpus = [process.gpus[0] if process.gpus else None for process in processes]
+        before = [rank.free_device_bytes.remote() for rank in ranks]
+        self._actors = [self._spawn(rank, gpu) for rank, gpu in enumerate(gpus)]
+        self._prepared = [actor.prepare.remote() for actor in self._actors]
+        state = (ranks, before, self._prepared)
+        threading.Thread(target=_report, args=state, name="standby", daemon=True).start()
+
+    def take(self) -> list[ActorHandle]:
+        """Return the processes, ready or nearly so; none if one of them has failed."""
+        try:
+            for prepared in self._prepared:
+                if ray.wait([prepared], timeout=0)[0]:
+                    ray.get(prepared)
+        except ray.exceptions.RayError as error:
+            logger.warning("a standby process has ended: %s", str(error).splitlines()[0])
+            self.end()
+        actors, self._actors, self._prepared = self._actors, [], []
+        return actors
+
+    def end(self) -> None:
+        """Kill them."""
+        for actor in self._actors:
+            ray.kill(actor, no_restart=True)
+        self._actors, self._prepared = [], []
+
+
+def _report(
+    ranks: Sequence[ActorHandle],
+    before: "Sequence[ray.ObjectRef[int | None]]",
+    prepared: "Sequence[ray.ObjectRef[None]]",
+) -> None:
+    """Log that standby processes are ready, and the device memory that they take."""
+    try:
+        free = ray.get(list(before))
+        ray.get(list(prepared))
+        left = ray.get([rank.free_device_bytes.remote() for rank in ranks])
+    except ray.exceptions.RayError:
+        return  # They are gone, or the ranks are: the next start says why.
+    taken = [a - b for a, b in zip(free, left, strict=True) if a is not None and b is not None]
+    memory = f"{max(taken) / 1e6:.0f} MB of device memory each" if taken else "no device memory"
+    logger.info("%d standby processes are ready; they take %s", len(prepared), memory)

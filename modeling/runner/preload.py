@@ -1,0 +1,32 @@
+"""Import what a rank's start needs, before it is known when the start comes."""
+
+from contextlib import suppress
+
+import torch
+
+from configs.engine import AttentionKind
+from modeling.adapters.kernels.select import select_kernel
+from modeling.attention.select import BACKENDS, PACKAGES
+from modeling.layers.fused import fused_ops
+
+
+def preload(attention: AttentionKind, device: torch.device) -> None:
+    """Import kernels and libraries, and make the device's context.
+
+    attention: AUTO imports the backends that are installed, as which one fits is not known yet.
+    """
+    if device.type == "cpu":
+        return
+    # The first product makes cuBLAS's handle too.
+    one = torch.ones(16, 16, device=device)
+    torch.mm(one, one)
+    del one
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    select_kernel(device)
+    fused_ops(device)
+    wanted = [*BACKENDS] if attention is AttentionKind.AUTO else [attention]
+    for name in wanted:
+        if name in PACKAGES:
+            with suppress(ImportError):
+                BACKENDS[name]()
