@@ -139,14 +139,14 @@ class RecoveryConfig(Config):
     stage_timeout_s: the staging of an adapter, and the preparation of a matcher.
     start_timeout_s: a start of the ranks.
     recovery_timeout_s: how long open requests wait for new ranks.
-    standby: whether each rank has a process that waits to take over; None: ranks with one GPU do.
+    standby: whether each rank has a process that waits to take over.
     """
 
     step_timeout_s: PositiveFloat = 60.0
     stage_timeout_s: PositiveFloat = 120.0
     start_timeout_s: PositiveFloat = 900.0
     recovery_timeout_s: PositiveFloat = 120.0
-    standby: bool | None = None
+    standby: bool = False
 
 
 class SleepingRequests(StrEnum):

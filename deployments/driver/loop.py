@@ -17,6 +17,7 @@ from configs.wire.adapters import AdapterKey, AdapterRefusal
 from configs.wire.plan import StepPlan
 from configs.wire.sleep import SleepMode
 from deployments.driver.description import capacity_changes, common
+from deployments.driver.later_graphs import LaterGraphs
 from deployments.driver.loop_settings import LoopSettings
 from deployments.driver.rank_replies import (
     Pending,
@@ -35,6 +36,7 @@ from deployments.rank.messages import (
     Prepare,
     Prepared,
     RankBroken,
+    Recorded,
     Report,
     RunStep,
     Stage,
@@ -84,6 +86,7 @@ class EngineLoop:
         self._preparing: dict[int, Pending[Prepared]] = {}
         self._num_attempts = 0
         self._row_sums = RowSums()
+        self._graphs = LaterGraphs()
         self._stopping = False
         self._starter: RankStart | None = None
         self._orders = SleepOrders()
@@ -158,15 +161,16 @@ class EngineLoop:
         if self._may_sleep():
             self._run_asleep()
             return
-        self._request_staging(self._links)
+        for key in self._scheduler.to_stage():
+            self._stage(self._links, key)
         self._launch(self._links)
+        self._graphs.request(self._links, busy=bool(self._in_flight))
         self._request_matchers(self._links)
         # `now` is before `receive`: a report that was late because of this thread blames no rank.
         seconds, now = self._seconds_to_wait(), time.monotonic()
         for report in self._links.receive(seconds):
             self._handle(report)
-        if self._staging or self._preparing:
-            self._give_up_late(now)
+        self._give_up_late(now)
         self._check_progress(now)
 
     def _seconds_to_wait(self) -> float:
@@ -177,12 +181,9 @@ class EngineLoop:
             due = min(due, self._oldest_since + recovery.step_timeout_s)
         elif (wake := self._scheduler.next_wake) is not None:
             due = min(due, wake)
-        if self._loading:
-            due = min(due, oldest(self._loading) + recovery.step_timeout_s)
-        if self._staging or self._preparing:
-            since = min(oldest(self._staging), oldest(self._preparing))
-            due = min(due, since + recovery.stage_timeout_s)
-        return max(due - now, _SHORTEST_WAIT_SECONDS)
+        due = min(due, oldest(self._loading) + recovery.step_timeout_s)
+        since = min(oldest(self._staging), oldest(self._preparing))
+        return max(min(due, since + recovery.stage_timeout_s) - now, _SHORTEST_WAIT_SECONDS)
 
     def _check_progress(self, now: float) -> None:
         """Raise RanksLost if a rank has not ended a step or a load for too long."""
@@ -195,10 +196,6 @@ class EngineLoop:
     def _run_commands(self) -> None:
         while self._commands:
             self._emit(self._commands.popleft()(self._scheduler, time.monotonic()))
-
-    def _request_staging(self, links: RankLinks) -> None:
-        for key in self._scheduler.to_stage():
-            self._stage(links, key)
 
     def _stage(self, links: RankLinks, key: AdapterKey) -> None:
         try:
@@ -256,6 +253,8 @@ class EngineLoop:
             raise RanksLost(f"rank-{report.rank}: {report.message}")
         elif isinstance(report, Loaded):
             self._collect_load(report)
+        elif isinstance(report, Recorded):
+            self._graphs.recorded(report)
         elif isinstance(report, Prepared):
             self._collect_prepared(report)
         else:
@@ -363,6 +362,7 @@ class EngineLoop:
     def _use(self, started: tuple[RankLinks, list[LoadReport]]) -> None:
         """Go on with new ranks; the scheduler gets their capacity, as they measured it again."""
         self._links, self.reports = started
+        self._graphs.begin(self.reports)
         capacity = common([report.capacity for report in self.reports])
         before, self._capacity = self._capacity, capacity
         if capacity == before:

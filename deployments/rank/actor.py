@@ -72,9 +72,9 @@ class RankActor:
 
         return self._host.measure(join_store(store, timeout_s), timeout_s)
 
-    def allocate(self, num_blocks: int) -> LoadReport:
-        """Allocate the cache and warm up."""
-        return self._host.allocate(num_blocks)
+    def allocate(self, num_blocks: int, record: bool) -> LoadReport:
+        """Allocate the cache and warm up; record: CUDA graphs, too."""
+        return self._host.allocate(num_blocks, record)
 
     def run(self, address: Address, same_node: bool) -> None:
         """Run plans until the driver closes the connection; the call fails if the process ends."""

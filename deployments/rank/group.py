@@ -56,6 +56,7 @@ class RayRanks:
         self._links: RankLinks | None = None
         self._ending: list[Callable[[float], object]] = []
         self._standby = StandbyRanks(self._spawn_standby)
+        self._has_served = False
 
     def start(self) -> tuple[RankLinks, list[LoadReport]]:
         """Start, load and connect every rank; RanksLost says which step failed."""
@@ -72,12 +73,15 @@ class RayRanks:
             self.await_ends()
             measured = [actor.measure.remote(store, timeout_s) for actor in self._actors]
             num_blocks = min(ray.get(measured, timeout=timeout_s))
-            allocated = [actor.allocate.remote(num_blocks) for actor in self._actors]
+            # Requests wait for ranks that take over: their graphs come while steps run already.
+            record = not (self._has_served and self._config.recovery.standby)
+            allocated = [actor.allocate.remote(num_blocks, record) for actor in self._actors]
             reports: list[LoadReport] = ray.get(allocated, timeout=timeout_s)
             self._links = self._connect()
         except (ray.exceptions.RayError, RanksLost) as error:
             self.stop()
             raise RanksLost(f"the ranks did not start: {error}") from error
+        self._has_served = True
         if self._has_standby:
             self._standby.prepare(self._actors, self._processes)
         return self._links, reports
@@ -113,12 +117,10 @@ class RayRanks:
 
     @property
     def _has_standby(self) -> bool:
-        """Whether processes wait to take over: where it pays, unless the config says."""
-        # From a rank with several GPUs Ray hides all others, so no other process can be on them.
-        if any(len(process.gpus) > 1 for process in self._processes):
-            return False
-        wanted = self._config.recovery.standby
-        return any(process.gpus for process in self._processes) if wanted is None else wanted
+        """Whether processes wait to take over."""
+        # From all others Ray hides a rank's GPUs if they are several.
+        several = any(len(process.gpus) > 1 for process in self._processes)
+        return self._config.recovery.standby and not several
 
     def _spawn_standby(self, rank: int, gpu: str | None) -> ActorHandle:
         """Start a rank's process beside the present one's, in its bundle."""

@@ -86,12 +86,15 @@ class RankHost:
         allowed = sys.maxsize if tokens is None else self._loaded.blocks_of(tokens)
         return min(self._loaded.measure(), allowed)
 
-    def allocate(self, num_blocks: int) -> LoadReport:
-        """Allocate num_blocks of cache (the group's minimum) and report what this rank holds."""
+    def allocate(self, num_blocks: int, record: bool = True) -> LoadReport:
+        """Allocate num_blocks of cache (the group's minimum) and report what this rank holds.
+
+        record: whether CUDA graphs are recorded now, or while steps run already.
+        """
         self._enter_thread()
         assert self._loaded is not None, "measure comes first"
         assert self._group is not None
-        self._runner = self._loaded.allocate(num_blocks)
+        self._runner = self._loaded.allocate(num_blocks, record)
         report = self._runner.report
         return LoadReport(
             rank=self._rank,
@@ -108,6 +111,7 @@ class RankHost:
             adapter_bytes=report.adapter_pool_bytes,
             load_seconds=time.monotonic() - self._started,
             weight_forms=dict(report.weight_forms),
+            graphs_left=self._runner.num_unrecorded,
         )
 
     def run(self, channel: Channel) -> None:

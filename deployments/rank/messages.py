@@ -38,6 +38,10 @@ class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
     gone: list[int]
 
 
+class RecordGraph(msgspec.Struct, frozen=True, tag="record"):
+    """Record one more CUDA graph, between the steps that are sent before and after."""
+
+
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """Leave the loop."""
 
@@ -100,6 +104,13 @@ class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
     fault: str = ""
 
 
+class Recorded(msgspec.Struct, frozen=True, tag="recorded"):
+    """This rank has recorded a CUDA graph. left: how many are not recorded yet."""
+
+    rank: int
+    left: int
+
+
 class RankBroken(msgspec.Struct, frozen=True, tag="broken"):
     """A step or a copy raised on this rank: the group is unusable from now on."""
 
@@ -107,9 +118,9 @@ class RankBroken(msgspec.Struct, frozen=True, tag="broken"):
     message: str
 
 
-Command = RunStep | Stage | Prepare | Stop
+Command = RunStep | Stage | Prepare | RecordGraph | Stop
 StageAnswer = Staged | StageDeferred | StageFailed | StageNeedsSums
-Report = StepDone | StageAnswer | Loaded | Prepared | RankBroken
+Report = StepDone | StageAnswer | Loaded | Prepared | Recorded | RankBroken
 
 
 class StoreAddress(msgspec.Struct, frozen=True):
@@ -126,6 +137,7 @@ class LoadReport(msgspec.Struct, frozen=True):
     pid: of the rank's process.
     ..._bytes: of this rank alone.
     weight_forms: the bytes of its weights in each form.
+    graphs_left: CUDA graphs that are recorded while steps run already.
     """
 
     rank: int
@@ -142,3 +154,4 @@ class LoadReport(msgspec.Struct, frozen=True):
     adapter_bytes: int
     load_seconds: float
     weight_forms: dict[str, int] = {}
+    graphs_left: int = 0

@@ -34,6 +34,8 @@ from deployments.rank.messages import (
     Prepare,
     Prepared,
     RankBroken,
+    Recorded,
+    RecordGraph,
     Report,
     RunStep,
     Stage,
@@ -68,7 +70,7 @@ class Worker:
         self._runner = runner
         self._rank = rank
         self._channel = channel
-        self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
+        self._plans: queue.SimpleQueue[StepPlan | RecordGraph | None] = queue.SimpleQueue()
         self._launched: queue.SimpleQueue[_Launched | None] = queue.SimpleQueue()
         self._copies: queue.SimpleQueue[tuple[AdapterKey, PendingCopy] | None] = queue.SimpleQueue()
         self._staging_threads = staging_threads
@@ -88,7 +90,10 @@ class Worker:
             thread.start()
         try:
             while (plan := self._plans.get()) is not None:
-                self._launch(plan)
+                if isinstance(plan, RecordGraph):
+                    self._record()
+                else:
+                    self._launch(plan)
         except Exception as error:
             # The group cannot go on after a failed step: ranks may wait in a collective.
             self._break(error)
@@ -116,6 +121,11 @@ class Worker:
             _Launched(plan, self._runner.step(ForwardBatch(plan.joins, plan.rows)), started)
         )
 
+    def _record(self) -> None:
+        """Record a graph here, as a step would be launched: all ranks take part in its sums."""
+        self._runner.record_next()
+        self._send(Recorded(self._rank, self._runner.num_unrecorded))
+
     def _read(self, staging: ThreadPoolExecutor, making: ThreadPoolExecutor) -> None:
         decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
         while (frame := self._channel.receive()) is not None:
@@ -125,6 +135,8 @@ class Worker:
                 for key in command.plan.drops:
                     self._staging_order.read_drop(key)
                 self._plans.put(command.plan)
+            elif isinstance(command, RecordGraph):
+                self._plans.put(command)
             elif isinstance(command, Stage):
                 ticket = self._staging_order.read_stage(command.adapter.key)
                 with contextlib.suppress(RuntimeError):  # the main thread has ended already

@@ -18,8 +18,8 @@ class PendingCopy(Protocol):
 class Runner(Protocol):
     """A model with its cache allocated.
 
-    `step`, `load_adapter` and `drop` belong to one thread, in the order of the plans; `stage` and
-    `prepare` may run beside them on other threads.
+    `step`, `record_next`, `load_adapter` and `drop` belong to one thread, in the order of the
+    plans; `stage` and `prepare` may run beside them on other threads.
     """
 
     def step(self, batch: ForwardBatch) -> StepOutput:
@@ -40,6 +40,15 @@ class Runner(Protocol):
 
         Steps launched before read what was in the pages, steps launched after read the adapter.
         """
+        ...
+
+    @property
+    def num_unrecorded(self) -> int:
+        """How many CUDA graphs are still to be recorded by `record_next`."""
+        ...
+
+    def record_next(self) -> None:
+        """Record one more CUDA graph, between the same steps on all ranks."""
         ...
 
     def drop(self, key: AdapterKey) -> None:

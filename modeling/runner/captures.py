@@ -20,6 +20,7 @@ from modeling.runner.piecewise import (
     PiecewiseParts,
     piecewise_sizes,
 )
+from sharding.progress import counted
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,29 @@ class StepGraphs(NamedTuple):
     decode: DecodeGraphs | None
     mixed: PiecewiseGraphs | None
 
+    @property
+    def num_unrecorded(self) -> int:
+        """How many sizes are not recorded yet: their steps are launched kernel by kernel."""
+        return sum(len(graphs.unrecorded) for graphs in (self.decode, self.mixed) if graphs)
+
+    def record_next(self) -> None:
+        """Record one more size; all ranks call it between the same steps."""
+        for graphs in (self.decode, self.mixed):
+            if graphs is not None and graphs.unrecorded:
+                graphs.record_next()
+                return
+
+    def record_all(self) -> None:
+        """Record every size."""
+        for _ in counted("sizes of steps recorded", range(self.num_unrecorded)):
+            self.record_next()
+
+    def forget_unrecorded(self) -> None:
+        """Leave what is not recorded as it is."""
+        for graphs in (self.decode, self.mixed):
+            if graphs is not None:
+                graphs.unrecorded.clear()
+
 
 def graph_sizes_of(choice: CudaGraphs, limits: LimitsConfig, has_form: bool) -> GraphSizes:
     """Return the sizes that `choice` means; has_form: whether the attention can be captured."""
@@ -69,7 +93,10 @@ def graph_sizes_of(choice: CudaGraphs, limits: LimitsConfig, has_form: bool) -> 
 def capture(
     parts: GraphParts, sizes: GraphSizes, device: torch.device, hidden: Forward
 ) -> StepGraphs:
-    """Record steps of these sizes; hidden: as `parts.forward`, to hidden states of all tokens."""
+    """Prepare steps of these sizes to be recorded.
+
+    hidden: as `parts.forward`, to hidden states of all tokens.
+    """
     decode = mixed = None
     if sizes.decode:
         decode = DecodeGraphs(parts, sizes.decode, device, GraphRecorder(device))

@@ -24,7 +24,6 @@ from modeling.runner.block_tables import BlockTables, GroupLayout
 from modeling.runner.forward import StepPlans
 from modeling.runner.input_batch import GroupTensors, InputBatch, StepLayout, StepTensors
 from modeling.transfer import TransferBuffer, aligned
-from sharding.progress import counted
 
 SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256)
 """Rows of captured steps; a step takes the next larger one."""
@@ -235,7 +234,7 @@ class DecodeGraphs:
     def __init__(
         self, parts: GraphParts, sizes: Sequence[int], device: torch.device, record: Record
     ) -> None:
-        """Record every size, the largest first, so that the others fit into its memory."""
+        """sizes: of rows. `record_next` records one after the other."""
         self.sizes = tuple(sorted(sizes))
         largest = self.sizes[-1]
         self._parts = parts
@@ -244,24 +243,32 @@ class DecodeGraphs:
         # All graphs write here: outputs of their own could not share memory with other graphs.
         self._logits = torch.empty(largest, parts.vocab_size, dtype=parts.dtype, device=device)
         self._tokens = torch.zeros(largest, dtype=torch.int64, device=device)
+        self._record = record
         self._steps: dict[int, PaddedStep] = {}
         self._replays: dict[tuple[int, bool], Callable[[], None]] = {}
-        kinds = (False,) if parts.adapters is None else (False, True)
-        for size in counted("sizes of decode steps recorded", self.sizes[::-1]):
-            step = PaddedStep(parts, size, self._staging.device_bytes)
-            self._steps[size] = step
-            for with_adapters in kinds:
-                self._copy_inputs(step, StepLayout.empty(len(parts.backends)), with_adapters)
-                # Without tiles there are the base products of few rows alone.
-                tiles = None if with_adapters else 0
-                adapters = parts.adapters.batch(size, tiles) if parts.adapters else None
-                compute = partial(self._compute, step, adapters)
-                self._replays[size, with_adapters] = record(compute)
+        # The largest first, so that the others fit into its memory.
+        self.unrecorded = list(self.sizes)
+        self._recorded: list[int] = []
+
+    def record_next(self) -> None:
+        """Record the largest size that is left, for base rows alone and with adapters."""
+        size, parts = self.unrecorded.pop(), self._parts
+        step = PaddedStep(parts, size, self._staging.device_bytes)
+        for with_adapters in (False,) if parts.adapters is None else (False, True):
+            self._copy_inputs(step, StepLayout.empty(len(parts.backends)), with_adapters)
+            # Without tiles there are the base products of few rows alone.
+            tiles = None if with_adapters else 0
+            adapters = parts.adapters.batch(size, tiles) if parts.adapters else None
+            compute = partial(self._compute, step, adapters)
+            self._replays[size, with_adapters] = self._record(compute)
+        self._steps[size] = step
+        self._recorded.insert(0, size)
 
     def run(self, layout: StepLayout) -> GraphOutput | None:
         """Replay a step; None when no graph serves it."""
         rows = layout.num_rows
-        size = size_for(self.sizes, rows)
+        # Padding rows cost little: until its own size is recorded, a step takes a larger one.
+        size = size_for(self._recorded, rows)
         with_adapters = max(layout.adapter_slots) >= 0
         if size is None or not layout.decodes or (size, with_adapters) not in self._replays:
             return None

@@ -71,7 +71,7 @@ class LoadedEncoder(LoadedRunner):
         wanted = parts.config.cache.num_blocks
         return parts.size.max_running * parts.size.max_blocks if wanted is None else wanted
 
-    def allocate(self, num_blocks: int | None = None) -> EncoderRunner:
+    def allocate(self, num_blocks: int | None = None, record: bool = True) -> EncoderRunner:
         """Return the runner; there is no cache to take."""
         if num_blocks is None:
             num_blocks = self.measure()

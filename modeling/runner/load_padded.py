@@ -123,7 +123,7 @@ class LoadedPadded(LoadedRunner):
             peak, memory = self._step_peak(), device_memory(parts.device)
             return cuda_blocks(config, memory, peak, self._block_bytes * MAX_PADDING)
 
-    def allocate(self, num_blocks: int | None = None) -> PaddedRunner:
+    def allocate(self, num_blocks: int | None = None, record: bool = True) -> PaddedRunner:
         """Take the batch slots' token buffer; the cache itself grows with its rows."""
         if num_blocks is None:
             num_blocks = self.measure()

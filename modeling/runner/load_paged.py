@@ -127,11 +127,11 @@ class LoadedPaged(LoadedRunner):
             taken = self._step_peak() + self._graph_bytes()
             return cuda_blocks(config, device_memory(parts.device), taken, block_bytes)
 
-    def allocate(self, num_blocks: int | None = None) -> ModelRunner:
+    def allocate(self, num_blocks: int | None = None, record: bool = True) -> ModelRunner:
         """Take the cache and the batch slots' buffers; all ranks call it together.
 
         On CUDA every kernel is run once, so that no request waits for a compiler, and steps are
-        captured.
+        captured; record: at once, all of them.
         """
         if num_blocks is None:
             num_blocks = self.measure()
@@ -141,6 +141,8 @@ class LoadedPaged(LoadedRunner):
                 # Warm up first: a capture must not meet a kernel that is still to be compiled.
                 self._warm_up(self._runner(num_blocks, buffers), num_blocks)
                 graphs = self._capture(buffers, self._graph_sizes(), num_blocks)
+                if record:
+                    _record_all(graphs)
             return self._runner(num_blocks, buffers, graphs)
 
     def _runner(
@@ -199,12 +201,12 @@ class LoadedPaged(LoadedRunner):
         before = device_memory(self.parts.device).free
         # Held until the memory is read again: a graph gives its memory back when it goes.
         captured = self._capture(buffers, sizes.largest, 1)
+        _record_all(captured)
         taken = before - device_memory(self.parts.device).free
         del captured
         kinds = 1 if self.parts.adapter_plan is None else 2
         return max(0, taken) + kinds * sizes.others_bytes(self.parts.weights.model.num_layers)
 
-    @torch.inference_mode()
     def _capture(self, buffers: StepBuffers, sizes: GraphSizes, dummy_block: int) -> StepGraphs:
         model = self.parts.weights.model
         parts = GraphParts(
@@ -243,3 +245,8 @@ class LoadedPaged(LoadedRunner):
             captured_rows=() if graphs.decode is None else graphs.decode.sizes,
             captured_tokens=() if graphs.mixed is None else graphs.mixed.sizes,
         )
+
+
+@torch.inference_mode()
+def _record_all(graphs: StepGraphs) -> None:
+    graphs.record_all()

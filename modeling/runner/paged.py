@@ -1,5 +1,6 @@
 """ModelRunner: one rank of a paged model. Plans' numbers in, tensors inside, sampled tokens out."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,6 +35,8 @@ from modeling.sampling.prompt_scores import PromptReader, PromptScoresOnDevice
 from modeling.sampling.sampler import SampledStep, no_rows, sample_tokens
 from modeling.sampling.tensors import SamplingTensors, sampling_tensors
 from modeling.transfer import StepClock
+
+logger = logging.getLogger("loray.modeling")
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,7 @@ class ModelRunner(BaseRunner):
         self._prompts = buffers.prompts
         self._clamp_watch = buffers.clamp_watch
         self._clock = buffers.clock
+        self._graphs = graphs
         self._decode_graphs, self._piecewise_graphs = graphs
         self.num_steps = 0
         self.num_captured = 0
@@ -126,6 +130,21 @@ class ModelRunner(BaseRunner):
             self._clamp_watch.stepped()
             faults = self._grammars.take_faults([row.batch_slot for row in batch.rows])
             return step_output(sampled, layout.sampling, scores, start, captured, faults)
+
+    @property
+    def num_unrecorded(self) -> int:
+        """How many sizes of steps are not recorded yet."""
+        return self._graphs.num_unrecorded
+
+    @torch.inference_mode()
+    def record_next(self) -> None:
+        """Record one more size; where memory does not suffice, no more are recorded."""
+        with on_device(self._device):
+            try:
+                self._graphs.record_next()
+            except torch.OutOfMemoryError as error:
+                logger.warning("%d steps stay uncaptured: %s", self.num_unrecorded, error)
+                self._graphs.forget_unrecorded()
 
     def _replay(self, layout: StepLayout) -> SampledStep | None:
         """Run a captured decode step; None when none serves this step."""

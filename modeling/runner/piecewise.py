@@ -21,7 +21,6 @@ from modeling.attention.kv_cache import LayerCache
 from modeling.runner.cuda_graphs import Forward, size_for
 from modeling.runner.forward import StepPlans
 from modeling.runner.input_batch import GroupTensors, StepInputs, StepTensors
-from sharding.progress import counted
 
 TOKENS = (
     64, 128, 192, 256, 320, 384, 512, 576, 640, 768, 896, 1024, 1152, 1280, 1536, 1792, 2048,
@@ -155,7 +154,7 @@ class PiecewiseGraphs:
     def __init__(
         self, parts: PiecewiseParts, sizes: Sequence[int], device: torch.device, recorder: Recorder
     ) -> None:
-        """Record every size, the largest first, so that the others fit into its memory."""
+        """sizes: of tokens. `record_next` records one after the other."""
         self.sizes = tuple(sorted(sizes))
         largest = self.sizes[-1]
         self._parts = parts
@@ -167,10 +166,14 @@ class PiecewiseGraphs:
         self._empty = torch.zeros(1, 0, dtype=torch.int32, device=device)
         self._hidden = torch.empty(0, device=device)
         self._pieces: dict[tuple[int, bool], list[GraphPiece]] = {}
-        kinds = (False,) if parts.adapters is None else (False, True)
-        for size in counted("sizes of mixed steps recorded", self.sizes[::-1]):
-            for with_adapters in kinds:
-                self._pieces[size, with_adapters] = self._record(size, with_adapters)
+        # The largest first, so that the others fit into its memory.
+        self.unrecorded = list(self.sizes)
+
+    def record_next(self) -> None:
+        """Record the largest size that is left, for base rows alone and with adapters."""
+        size = self.unrecorded.pop()
+        for with_adapters in (False,) if self._parts.adapters is None else (False, True):
+            self._pieces[size, with_adapters] = self._record(size, with_adapters)
 
     def run(self, inputs: StepInputs, attention: StepPlans) -> Tensor | None:
         """Hidden states [tokens, ...] of a step, until the next one; None when no size holds it."""

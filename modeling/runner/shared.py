@@ -117,6 +117,15 @@ class BaseRunner(ABC):
         with on_device(self._device):
             return self._bank.load(key, slot, pages)
 
+    @property
+    def num_unrecorded(self) -> int:
+        """How many CUDA graphs `allocate` has left to `record_next`."""
+        return 0
+
+    def record_next(self) -> None:
+        """Record one more CUDA graph."""
+        raise NotImplementedError("this runner records none")
+
     def drop(self, key: AdapterKey) -> None:
         """Free the host copy of an adapter."""
         self._bank.drop(key)
@@ -150,8 +159,9 @@ class LoadedRunner(ABC):
         return max(1, blocks_of(self.parts.size.groups, tokens))
 
     @abstractmethod
-    def allocate(self, num_blocks: int | None = None) -> BaseRunner:
+    def allocate(self, num_blocks: int | None = None, record: bool = True) -> BaseRunner:
         """Take the cache and the batch slots' buffers; all ranks call it together.
 
+        record: whether to record CUDA graphs at once; else `record_next` does it, where there are.
         num_blocks: the same on every rank; None for as many as fit, where ranks need not agree.
         """

@@ -60,7 +60,8 @@ def demo_config(port: int) -> dict[str, Any]:
     config["http_options"]["port"] = port
     engine = config["applications"][0]["args"]["engine"]
     # A hang must show soon; a rank that the machine keeps waiting for some seconds does not hang.
-    engine["recovery"] = {"step_timeout_s": 20.0, "recovery_timeout_s": PATIENCE_SECONDS}
+    times = {"step_timeout_s": 20.0, "recovery_timeout_s": PATIENCE_SECONDS}
+    engine["recovery"] = {**times, "standby": True}
     if torch.cuda.is_available():
         engine["device"] = "cuda"
         engine["tensor_parallel"] = min(2, torch.cuda.device_count())

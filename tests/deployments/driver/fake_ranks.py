@@ -99,6 +99,7 @@ class FakeRunner:
     load_gate: loads wait for it.
     poison: a token that breaks the step of its row.
     full: how many adapters are deferred before one is kept.
+    num_unrecorded: graphs that are still to be recorded.
     """
 
     gate: Gate
@@ -111,6 +112,11 @@ class FakeRunner:
     loaded: dict[int, str] = field(default_factory=dict)
     batch_sizes: list[int] = field(default_factory=list)
     full: int = 0
+    num_unrecorded: int = 0
+
+    def record_next(self) -> None:
+        self.num_unrecorded -= 1
+        self.batch_sizes.append(-1)
 
     def step(self, batch: ForwardBatch) -> StepOutput:
         for join in batch.joins:
@@ -189,6 +195,7 @@ class FakeGroup:
         self.load_gate = threading.Event()
         self.load_gate.set()
         self.starts = 0
+        self.graphs_left = 0
         self.failing_starts = 0
         self.may_start = threading.Event()
         self.may_start.set()
@@ -234,7 +241,10 @@ class FakeGroup:
         # Rank 0 alone answers steps: the others are not held.
         gates = [self.gate, *(Gate() for _ in pairs[1:])]
         self.runners = [
-            FakeRunner(gate, self.staging_gate, self.load_gate, POISON) for gate in gates
+            FakeRunner(
+                gate, self.staging_gate, self.load_gate, POISON, num_unrecorded=self.graphs_left
+            )
+            for gate in gates
         ]
         self._ends = [Channel(theirs) for _, theirs in pairs]
         for rank, (runner, end) in enumerate(zip(self.runners, self._ends, strict=True)):
@@ -258,4 +268,5 @@ class FakeGroup:
             cache_bytes=0,
             adapter_bytes=0,
             load_seconds=0.0,
+            graphs_left=self.graphs_left,
         )

@@ -248,3 +248,23 @@ def test_ranks_of_unequal_memory_count_by_the_least(root: Path) -> None:
             return msgspec.structs.replace(report, capacity=capacity)
 
     play(root, story, Unequal())
+
+
+def test_graphs_that_a_start_has_left_are_recorded_between_the_same_steps(root: Path) -> None:
+    async def story(engine: DriverEngine, group: FakeGroup) -> None:
+        group.graphs_left = 3
+        requests = [request(f"r{i}", [i], 60, "red") for i in range(4)]
+        calls = await together(engine, requests)
+        await until_running(engine, 4)
+        group.kill(0)
+        for i, call in enumerate(calls):
+            assert tokens(await call) == [continuation(digest_of(engine, "red"), [i], 60)]
+        await until_true(lambda: not any(runner.num_unrecorded for runner in group.runners))
+        # The runners' own lists of what they did: sizes of steps, -1 for a recording.
+        await until_true(lambda: len({len(each.batch_sizes) for each in group.runners}) == 1)
+        first, second = (runner.batch_sizes for runner in group.runners)
+        assert first == second
+        assert first.count(-1) == 3
+
+    group = FakeGroup(2)
+    assert play(root, story, group).starts == 2

@@ -23,6 +23,7 @@ from modeling.attention.kv_layout import allocate_blocks
 from modeling.attention.sdpa import SdpaAttention
 from modeling.batch import ForwardBatch
 from modeling.runner.block_tables import BatchSize
+from modeling.runner.captures import StepGraphs
 from modeling.runner.cuda_graphs import (
     SIZES,
     DecodeGraphs,
@@ -258,8 +259,11 @@ def requests(slots: Sequence[int], **fields: Any) -> list[Asked]:
     ]
 
 
-def capture_on_cpu(runner: ModelRunner) -> DecodeGraphs:
-    """Let a CPU runner replay its decode steps, each replay being the computation itself."""
+def capture_on_cpu(runner: ModelRunner, sizes: int | None = None) -> DecodeGraphs:
+    """Let a CPU runner replay its decode steps, each replay being the computation itself.
+
+    sizes: how many are recorded; None for all.
+    """
     page = runner.report.num_blocks
     runner._forward.cache[:] = allocate_blocks(runner._parts.cache, page + 1, CPU)
     model = runner._forward.model
@@ -273,7 +277,10 @@ def capture_on_cpu(runner: ModelRunner) -> DecodeGraphs:
         adapters=LateAdapters(runner._bank),
     )
     with torch.inference_mode():
-        return DecodeGraphs(parts, graph_sizes(8), CPU, lambda compute: compute)
+        graphs = DecodeGraphs(parts, graph_sizes(8), CPU, lambda compute: compute)
+        for _ in graphs.sizes[:sizes]:
+            graphs.record_next()
+        return graphs
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, top_p=0.9, logprobs=2)])
@@ -328,3 +335,17 @@ def test_a_step_tells_whether_it_was_a_replay(world: World) -> None:
     whole, single = StepRow(0, 0, 3, [0], True), StepRow(0, 3, 1, [], True)
     assert not runner.step(ForwardBatch([join], [whole])).wait().captured
     assert runner.step(ForwardBatch([], [single])).wait().captured
+
+
+def test_steps_take_a_larger_size_until_their_own_is_recorded(world: World) -> None:
+    runner = load_paged(engine_config(world.model("llama", "gqa")), SingleRank(), CPU).allocate()
+    asked = requests((-1, -1))
+    expected = generate(runner, asked, 64, 16)
+    graphs = runner._decode_graphs = capture_on_cpu(runner, 1)
+    assert graphs.unrecorded == [1, 2, 4]
+    runner._graphs = StepGraphs(graphs, None)
+    found = generate(runner, asked, 64, 16)
+    assert runner.num_captured > 10
+    runner.record_next()
+    assert (graphs.unrecorded, runner.num_unrecorded) == ([1, 2], 2)
+    assert [answer.tokens for answer in found] == [answer.tokens for answer in expected]

@@ -128,7 +128,10 @@ def record_on_cpu(runner: ModelRunner, sizes: Sequence[int]) -> PiecewiseGraphs:
         adapters=GatheredAdapters(runner._bank, max(sizes)),
     )
     with torch.inference_mode():
-        return PiecewiseGraphs(parts, sizes, CPU, Tapes())
+        graphs = PiecewiseGraphs(parts, sizes, CPU, Tapes())
+        while graphs.unrecorded:
+            graphs.record_next()
+        return graphs
 
 
 def make_runner(world: World, family: str, kind: str) -> ModelRunner:
