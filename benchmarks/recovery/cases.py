@@ -52,7 +52,7 @@ def kill(
 ) -> Iterator[Row]:
     """One process after the other is struck; blows: keys of BLOWS."""
     for kind, sign in (BLOWS[blow] for blow in blows):
-        victim = random.Random(5).choice(server.processes(kind))
+        victim = random.Random(5).choice(server.victims(kind))
         row = asyncio.run(struck(server, questions, rate, lambda: victim.send_signal(sign)))  # noqa: B023
         yield {"case": "kill", "what": kind, "signal": sign.name, **row}
         until(lambda: is_healthy(server))

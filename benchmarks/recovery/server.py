@@ -69,10 +69,17 @@ class RecoveryServer:
         )
 
     def processes(self, kind: str) -> list[psutil.Process]:
-        """The processes of one kind (a key of TITLES)."""
+        """The processes of one kind (a key of TITLES), standby ranks among them."""
         assert self._server is not None, "start comes first"
         found = descendants(self._server.pid)
         return [process for process in found if TITLES[kind] in _title(process)]
+
+    def victims(self, kind: str) -> list[psutil.Process]:
+        """Those of a kind that serve now, with one driver: standby ranks are the youngest."""
+        born = {process: process.create_time() for process in self.processes(kind)}
+        [app] = self._config["applications"]
+        num_ranks = app["args"]["engine"].get("tensor_parallel", 1)
+        return sorted(born, key=born.__getitem__)[: num_ranks if kind == "rank" else None]
 
     def _write(self, config: dict[str, Any]) -> Path:
         path = self._folder / "config.yaml"

@@ -32,7 +32,7 @@ class LaterGraphs:
     def request(self, links: RankLinks, busy: bool) -> None:
         """Have every rank record a graph, if it is time; busy: steps are in flight.
 
-        All ranks receive it at the same place among the steps, for they sum in a recording too.
+        All ranks receive it between the same steps, for they sum in a recording too.
         """
         now = self._clock()
         if self._left and not self._waiting and (not busy or now >= self._rest_until):

@@ -8,7 +8,7 @@ was: on the same node, the same GPU.
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import ray
 from ray.actor import ActorHandle
@@ -31,7 +31,7 @@ class StandbyRanks:
         """spawn: makes the actor of a rank with a GPU, which Ray does not reserve once more."""
         self._spawn = spawn
         self._actors: list[ActorHandle] = []
-        self._prepared: list[ray.ObjectRef[None]] = []
+        self._prepared: list[Any] = []  # references to the ends of their preparations
 
     def prepare(self, ranks: Sequence[ActorHandle], processes: Sequence[RankProcess]) -> None:
         """Start a process for each rank; returns at once."""
