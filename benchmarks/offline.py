@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
 from benchmarks.offline_setup import RANK, engine_config
 from benchmarks.workload import PEOPLE, SHAPES, write_adapter, write_model
@@ -35,6 +36,7 @@ from modeling.runner.paged import ModelRunner
 from sharding.group import SingleRank
 
 PROMPT = 512
+GREEDY = Sampling()
 TOP_KERNELS = 25
 
 
@@ -45,13 +47,14 @@ class OfflineCase:
     batch: rows of a step.
     context: tokens of each row before it.
     adapters: used in rotation; 0 for the base model.
+    sampling: of all rows; the seed is 1 more than the row's number.
     held: how many of the rows must fit a JSON schema.
     """
 
     batch: int
     context: int
     adapters: int
-    temperature: float = 0.0
+    sampling: Sampling = GREEDY
     held: int = 0
 
 
@@ -74,8 +77,7 @@ class OfflineDriver:
 
     def joins(self, slots: range, length: int, case: OfflineCase) -> list[RequestJoin]:
         """New requests of random tokens, each with its adapter's slot."""
-        sampling = Sampling(temperature=case.temperature, seed=1)
-        fitting = Sampling(temperature=case.temperature, seed=1, json_schema=json.dumps(PEOPLE))
+        fitting = replace(case.sampling, json_schema=json.dumps(PEOPLE))
         if case.held and not self._prepared:
             assert not (fault := self._runner.prepare(0, fitting.constraint, [])), fault
             self._prepared = True
@@ -84,7 +86,8 @@ class OfflineDriver:
             self._lengths[slot] = 0
             tokens = [self._random.randrange(self._vocab_size) for _ in range(length)]
             adapter = slot % case.adapters if case.adapters else -1
-            own, matcher = (fitting, 0) if slot < case.held else (sampling, -1)
+            own, matcher = (fitting, 0) if slot < case.held else (case.sampling, -1)
+            own = replace(own, seed=slot + 1)
             found.append(RequestJoin(slot, tokens, length, adapter, own, matcher))
         return found
 
@@ -122,12 +125,12 @@ class Benchmark:
         self._config = engine_config(options, folder / "model")
         device = pick_device(Device(options.device))
         started = time.perf_counter()
-        self._runner = load_paged(self._config, SingleRank(), device).allocate()
-        self.report = self._runner.report
+        self.runner = load_paged(self._config, SingleRank(), device).allocate()
+        self.report = self.runner.report
         self.load_seconds = time.perf_counter() - started
         self._device = device
         vocab_size = SHAPES[options.shape]["vocab_size"]
-        self._driver = OfflineDriver(self._runner, vocab_size)
+        self._driver = OfflineDriver(self.runner, vocab_size)
         if max(options.adapters) > 0:
             write_adapter(folder / "adapter", options.shape, RANK, seed=0)
             self._load(folder / "adapter", max(options.adapters))
@@ -136,7 +139,7 @@ class Benchmark:
         """Milliseconds of a decode step, and how many of the steps were captured."""
         slots = range(case.batch)
         self._start_requests(case, slots)
-        steps, captured = self._runner.num_steps, self._runner.num_captured
+        steps, captured = self.runner.num_steps, self.runner.num_captured
         times = []
         flying = [self._driver.decode(slots)]
         for _ in range(self._options.steps):
@@ -145,14 +148,14 @@ class Benchmark:
             flying.pop(0).wait()
             times.append(1000 * (time.perf_counter() - started))
         flying.pop().wait()
-        share = (self._runner.num_captured - captured) / (self._runner.num_steps - steps)
+        share = (self.runner.num_captured - captured) / (self.runner.num_steps - steps)
         middle = statistics.median(times)
         return {
             "case": "decode",
             "batch": case.batch,
             "context": case.context,
             "adapters": case.adapters,
-            "temperature": case.temperature,
+            "temperature": case.sampling.temperature,
             "held": case.held,
             "ms_per_step": round(middle, 3),
             "ms_mean": round(statistics.fmean(times), 3),
@@ -173,7 +176,7 @@ class Benchmark:
             batch = self._prompts(case, length)
             self._synchronize()
             started = time.perf_counter()
-            self._runner.step(batch).wait()
+            self.runner.step(batch).wait()
             times.append(1000 * (time.perf_counter() - started))
         middle = statistics.median(times[2:])
         tokens = case.batch * length
@@ -199,6 +202,13 @@ class Benchmark:
         joins = self._driver.joins(newcomer, PROMPT, case)
         mixed = ForwardBatch(joins, rows + self._driver.rows(newcomer, PROMPT))
         (folder / f"mixed_{name}").write_text(self._kernels(mixed))
+
+    def kernels_of_decode(self, case: OfflineCase, most: int) -> str:
+        """The costliest kernels of a decode step, as text."""
+        slots = range(case.batch)
+        self._start_requests(case, slots)
+        batch = ForwardBatch([], self._driver.rows(slots, 1))
+        return "\n".join(self._kernels(batch).splitlines()[: most + 1])
 
     def _start_requests(self, case: OfflineCase, slots: range) -> None:
         self._driver.reset(self.report.num_blocks)
@@ -227,7 +237,7 @@ class Benchmark:
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         with torch.profiler.profile(activities=activities) as profiler:
             started = time.perf_counter()
-            self._runner.step(batch).wait()
+            self.runner.step(batch).wait()
             taken = 1000 * (time.perf_counter() - started)
             self._synchronize()
         # Kernels only: the operations that launched them have the same times again.
@@ -245,10 +255,10 @@ class Benchmark:
     def _load(self, folder: Path, count: int) -> None:
         """Stage one adapter and load it `count` times, each time into other pages."""
         key = AdapterKey(1)
-        shape = self._runner.stage(FetchedAdapter(key, "bench", str(folder), "bench"))
+        shape = self.runner.stage(FetchedAdapter(key, "bench", str(folder), "bench"))
         for slot in range(count):
             pages = [list(range(slot * n, (slot + 1) * n)) for n in shape.num_pages]
-            self._runner.load_adapter(key, slot, pages)
+            self.runner.load_adapter(key, slot, pages)
         self._synchronize()
 
     def _synchronize(self) -> None:
@@ -285,7 +295,7 @@ def _results(benchmark: Benchmark, options: argparse.Namespace) -> Iterator[dict
             yield benchmark.decode(OfflineCase(batch, options.context, adapters))
         yield benchmark.prefill(adapters)
     most = max(options.batches)
-    yield benchmark.decode(OfflineCase(most, options.context, 0, temperature=0.8))
+    yield benchmark.decode(OfflineCase(most, options.context, 0, Sampling(temperature=0.8)))
     yield benchmark.decode(OfflineCase(most, options.context, 0, held=most // 2))
     if options.profile is not None:
         for adapters in sorted({0, max(options.adapters)}):
