@@ -165,6 +165,34 @@ class SleepConfig(Config):
     requests: SleepingRequests = SleepingRequests.REFUSE
 
 
+class SpeculationKind(StrEnum):
+    """How tokens are guessed, so that one step can check several; it changes no token.
+
+    PROMPT_LOOKUP: what followed the last three tokens where they occurred before, in the prompt
+    or the answer.
+    """
+
+    NONE = "none"
+    PROMPT_LOOKUP = "prompt_lookup"
+
+
+class SpeculationConfig(Config):
+    """Speculation.
+
+    max_tokens: guessed tokens of a request in a step; fewer where they are often wrong.
+    max_running: nothing is guessed while more requests run: a full batch has no time to spare.
+    """
+
+    kind: SpeculationKind = SpeculationKind.NONE
+    max_tokens: PositiveInt = Field(default=8, le=64)
+    max_running: PositiveInt = 8
+
+    @property
+    def most_tokens(self) -> int:
+        """`max_tokens`; 0 where nothing is guessed."""
+        return 0 if self.kind is SpeculationKind.NONE else self.max_tokens
+
+
 class EngineConfig(Config):
     """The settings of one driver and its ranks."""
 
@@ -183,6 +211,7 @@ class EngineConfig(Config):
     adapters: AdaptersConfig = AdaptersConfig()
     recovery: RecoveryConfig = RecoveryConfig()
     sleep: SleepConfig = SleepConfig()
+    speculation: SpeculationConfig = SpeculationConfig()
 
     @model_validator(mode="after")
     def _budget_holds_a_decode_step(self) -> "EngineConfig":

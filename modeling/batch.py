@@ -22,7 +22,7 @@ class ForwardBatch:
 class SampledTokens:
     """What one step sampled; the fields are those of `configs.wire.plan.StepResult`.
 
-    tokens: one token id for each row with `samples`, in row order.
+    tokens: `num_samples` token ids for each row, in row order.
     logprobs: None when no row requests any, else one entry (or None) for each token.
     reports: what rows report about their prompts, None when no row does.
     idle_seconds: how long the device had nothing to do before the step; None if unknown.

@@ -1,5 +1,7 @@
 """Events: what the scheduler is given about adapters, and what it returns about requests."""
 
+from collections.abc import Sequence
+
 import msgspec
 
 from configs.wire.adapters import AdapterKey, AdapterRefusal, AdapterShape
@@ -44,6 +46,7 @@ Ending = FinishReason | AdapterFailure | ClientCancelled | RanksFailure | Constr
 class NewTokens(msgspec.Struct, frozen=True, gc=False):
     """Generated tokens start .. start + len - 1 of a request (0-based, without the prompt).
 
+    All are of one step; those behind the first came as a draft's.
     logprobs: one entry for each token if the request wants them, else None.
     """
 
@@ -62,6 +65,8 @@ class Ended(msgspec.Struct, frozen=True):
     arrival, first_scheduled, first_token: seconds on the caller's clock; None if it did not happen.
     prompt_logprobs: of the prompt's tokens from the second on; None if not requested.
     embedding: of the prompt, float32 little-endian; empty if not requested or not computed.
+    num_drafted: tokens that were guessed for it.
+    skipped: the indices of generated tokens that came as a draft's, ascending.
     """
 
     request_id: RequestId
@@ -74,6 +79,8 @@ class Ended(msgspec.Struct, frozen=True):
     first_token: float | None
     prompt_logprobs: list[TokenLogprobs] | None = None
     embedding: bytes = b""
+    num_drafted: int = 0
+    skipped: Sequence[int] = ()
 
 
 class AdapterArrived(msgspec.Struct, frozen=True):

@@ -12,6 +12,7 @@ from configs.rope_sets import SHORT
 from configs.wire.adapters import AdapterKey
 from configs.wire.plan import PromptReport, TokenLogprobs
 from configs.wire.sampling import FinishReason, Pooling, Sampling, Stopping
+from scheduler.drafts import Drafter
 from scheduler.events import Ended, Ending, RequestId
 
 PROOF_TOKENS = 8
@@ -66,6 +67,9 @@ class Request:
     own_matcher: no other request shares that matcher.
     waiting_for_matcher: it waits outside its queue until the ranks have prepared the matcher.
     discards_samples: what plans in flight still sample for it is dropped (matchers.py).
+    drafter: finds its drafts. num_drafted: tokens of the draft that a plan in flight checks.
+    waits_for_draft: it has no row until no plan in flight samples for it (speculation.py).
+    skipped: the indices of generated tokens that came as a draft's, behind another of their step.
     """
 
     id: RequestId
@@ -108,6 +112,10 @@ class Request:
     own_matcher: bool = field(default=False, init=False)
     waiting_for_matcher: bool = field(default=False, init=False)
     discards_samples: bool = field(default=False, init=False)
+    drafter: Drafter = field(default_factory=Drafter, init=False)
+    num_drafted: int = field(default=0, init=False)
+    waits_for_draft: bool = field(default=False, init=False)
+    skipped: list[int] = field(default_factory=list, init=False)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list, init=False)
     embedding: bytes = field(default=b"", init=False)
 
@@ -181,12 +189,13 @@ class Request:
         self.first_scheduled = now
         self.cached_tokens = min(cached_tokens, len(self.prompt))
 
-    def add_logprobs(self, logprobs: TokenLogprobs | None) -> list[TokenLogprobs] | None:
-        """Keep the logprobs of one sampled token, if they were requested, and return them."""
-        if self.sampling.logprobs < 0 or logprobs is None:
+    def add_logprobs(self, logprobs: Sequence[TokenLogprobs | None]) -> list[TokenLogprobs] | None:
+        """Keep the logprobs of sampled tokens, if they were requested, and return them."""
+        if self.sampling.logprobs < 0:
             return None
-        self.logprobs.append(logprobs)
-        return [logprobs]
+        found = [each for each in logprobs if each is not None]
+        self.logprobs += found
+        return found or None
 
     def add_prompt_report(self, report: PromptReport) -> None:
         """Keep what is new in a report; a prompt that is computed again is reported again."""
@@ -217,6 +226,7 @@ class Request:
         keep = max(num_generated, 0)
         del self.tokens[len(self.prompt) + keep :]
         del self.logprobs[keep:]
+        self.skipped = [index for index in self.skipped if index < keep]
 
     def take_rope_set(self, rope_set: int) -> None:
         """Compute it with this set from position 0 on; only while it holds nothing on the ranks."""
@@ -228,7 +238,7 @@ class Request:
         """Start anew with the known tokens, which the next RequestJoin sends to the ranks."""
         self.status = Status.WAITING
         self.computed = self.scheduled = self.pending = self.in_flight = self.registered = 0
-        self.covered, self.batch_slot = 0, -1
+        self.covered, self.batch_slot, self.num_drafted = 0, -1, 0
         self.tables, self.freed = [], []
         self.discards_samples = False
 
@@ -253,6 +263,8 @@ class Request:
             first_token=self.first_token,
             prompt_logprobs=self.prompt_logprobs if self.sampling.prompt_logprobs >= 0 else None,
             embedding=self.embedding,
+            num_drafted=self.drafter.num_drafted,
+            skipped=self.skipped,
         )
 
     def check(self, block_size: int) -> None:

@@ -5,13 +5,18 @@ as old as the request that needs the block. What plans in flight name is freed o
 them was applied, so the request that needs the block may have to pause until then.
 """
 
+from collections.abc import Sequence
+
 from configs.rope_sets import SHORT
 from configs.wire.adapters import AdapterKey
-from configs.wire.plan import Capacity
+from configs.wire.plan import Capacity, StepRow, TokenLogprobs
+from configs.wire.sampling import FinishReason
 from scheduler.admission.limits import Limits
+from scheduler.events import NewTokens
 from scheduler.kv.prefix_cache import CachedPrefix
 from scheduler.kv.tables import KvTables
 from scheduler.request import Request, Status
+from scheduler.speculation import next_draft, right_samples
 from scheduler.step import StepBuilder
 from scheduler.step_costs import StepCosts
 
@@ -77,9 +82,11 @@ class RunningRequests:
             if ahead > 1:
                 longer.append(request)
             elif step.budget > 0 and not request.exhausted:
-                self._extend(request, 1, step)
+                drafts = self._draft(request, step, limits)
+                if drafts is not None:
+                    self._extend(request, 1 + len(drafts), step, drafts)
         # The rows so far generate: prompts must not stretch their step too much.
-        step.generating = len(step.rows)
+        step.generating = step.tokens
         if step.rows:
             step.budget = min(step.budget, self.costs.prompt_budget(limits, step.requests))
         for request in longer:
@@ -198,6 +205,32 @@ class RunningRequests:
         if is_full:
             self._kv.computed(request)
 
+    def accept(
+        self,
+        request: Request,
+        row: StepRow,
+        sampled: list[int],
+        logprobs: Sequence[TokenLogprobs | None],
+    ) -> tuple[NewTokens, FinishReason | None]:
+        """Append what a row sampled, as far as it is right; also returns why the request ends.
+
+        logprobs: of the samples; () without any.
+        """
+        start, computed = request.num_generated, row.start + row.length - len(row.drafts)
+        request.pending -= len(sampled)
+        if row.drafts:
+            sampled = right_samples(request, row.drafts, sampled)
+        reason = None
+        for index, token in enumerate(sampled):
+            self.mark_computed(request, computed + index)
+            reason = request.accept(token)
+            if reason is not None:
+                sampled = sampled[: index + 1]
+                break
+        request.skipped += range(start + 1, start + len(sampled))
+        returned = request.add_logprobs(logprobs[: len(sampled)])
+        return NewTokens(request.id, start, sampled, returned), reason
+
     def check(self) -> None:
         """Assert that no block or batch slot is lost or held twice, and lengths are in order."""
         held = [*self.members, *self.draining.values()]
@@ -215,8 +248,19 @@ class RunningRequests:
             if request.status is not Status.ENDED:
                 request.check(self.block_size)
 
-    def _extend(self, request: Request, length: int, step: StepBuilder) -> None:
-        """Add a row of up to `length` positions, as far as there are blocks for them."""
+    def _draft(self, request: Request, step: StepBuilder, limits: Limits) -> tuple[int, ...] | None:
+        """The draft of a request's row, see `next_draft`; () where nothing is drafted."""
+        if request.num_drafted or (limits.max_draft_tokens and self._chunked):
+            return next_draft(request, step, limits, len(self.members))
+        return ()
+
+    def _extend(
+        self, request: Request, length: int, step: StepBuilder, drafts: tuple[int, ...] = ()
+    ) -> None:
+        """Add a row of up to `length` positions, as far as there are blocks for them.
+
+        drafts: the last positions' tokens; a shorter row drops the last ones.
+        """
         length, rope_set = self._one_rope_set(request, length)
         blocks: list[int] = []
         room = request.covered - request.scheduled
@@ -230,7 +274,7 @@ class RunningRequests:
                 end = self._kv.reach(request, end)
                 length = end - request.scheduled
             blocks = self._kv.extend(request, end)
-        step.add_row(request, length, blocks, rope_set)
+        step.add_row(request, length, blocks, rope_set, drafts[: length - 1])
         if length > 1:  # A generated token's block is registered when that token is known.
             self.prefix.register(request)
 

@@ -12,7 +12,7 @@ from itertools import count
 
 from configs.runtime import AdapterShare
 from configs.wire.adapters import AdapterKey
-from configs.wire.plan import Capacity, StepPlan, StepResult, TokenLogprobs
+from configs.wire.plan import Capacity, StepPlan, StepResult, StepRow
 from configs.wire.sampling import FinishReason
 from scheduler.adapters.residency import Residency
 from scheduler.adapters.resident import AdapterState
@@ -42,7 +42,6 @@ from scheduler.events import (
     Ended,
     Ending,
     Event,
-    NewTokens,
     RequestEvent,
     RequestId,
 )
@@ -128,7 +127,7 @@ class Scheduler:
         next_token, num_requests = 0, len(self._requests)
         self._running.costs.applied(step, now)
         running, ended = self._running, Status.ENDED  # Looked up once, not for every row.
-        mark_computed, draining = running.mark_computed, running.draining
+        draining = running.draining
         for report in result.reports or ():
             step.requests[report.row].add_prompt_report(report)
         faults = dict(result.faults or ())
@@ -138,13 +137,13 @@ class Scheduler:
             if number in faults:
                 events += self._give_own_matcher(request, faults[number])
             elif request.status is not ended and not request.discards_samples:
-                mark_computed(request, row.start + row.length)
                 if row.samples:
-                    logprobs = result.logprobs[next_token] if result.logprobs else None
-                    self._accept_token(request, result.tokens[next_token], logprobs, now, events)
-                elif request.prompt_done:
+                    self._accept(request, row, result, next_token, now, events)
+                else:
+                    running.mark_computed(request, row.start + row.length)
+                if request.prompt_done:
                     events.append(self._end(request, FinishReason.LENGTH))
-            next_token += row.samples
+            next_token += row.num_samples
             # Only now does no plan name its blocks and batch slot.
             if request.in_flight == 0 and request.serial in draining:
                 running.finish_draining(request)
@@ -332,26 +331,26 @@ class Scheduler:
                 self._counters.admitted(len(request.prompt), request.cached_tokens)
             running.join(request, cached, slot, step)
 
-    def _accept_token(
+    def _accept(
         self,
         request: Request,
-        token: int,
-        logprobs: TokenLogprobs | None,
+        row: StepRow,
+        result: StepResult,
+        first: int,
         now: float,
         events: list[RequestEvent],
     ) -> None:
-        """Account for one sampled token."""
-        start = len(request.tokens) - len(request.prompt)
-        request.pending -= 1
-        self._counters.num_generated_tokens += 1
-        if self._admission.rate_limits.has_rates:
-            for key in request.charged_adapters:
-                self._admission.rate_limits.charge(key, 1, now)
+        """Account for a row's samples. first: the index of the first one in the result."""
+        own = slice(first, first + row.num_samples)
+        logprobs = result.logprobs[own] if result.logprobs else ()
         if request.first_token is None:
             request.first_token = now
-        returned = request.add_logprobs(logprobs) if logprobs is not None else None
-        reason = request.accept(token)
-        events.append(NewTokens(request.id, start, [token], returned))
+        new, reason = self._running.accept(request, row, result.tokens[own], logprobs)
+        self._counters.num_generated_tokens += len(new.tokens)
+        if self._admission.rate_limits.has_rates:
+            for key in request.charged_adapters:
+                self._admission.rate_limits.charge(key, len(new.tokens), now)
+        events.append(new)
         if reason is not None:
             events.append(self._end(request, reason))
 

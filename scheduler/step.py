@@ -15,7 +15,7 @@ class StepBuilder:
     """The rows, joins, loads and drops of one step, and the requests and adapters behind them.
 
     budget: tokens that may still be added. tokens: those that were.
-    generating: rows that get a running request's next token.
+    generating: tokens of rows that get a running request's next token, drafts counted.
     planned: when it was planned, in seconds.
     number: the plan's step once it is built.
     requests: requests[i] is that of rows[i].
@@ -44,19 +44,31 @@ class StepBuilder:
         """Whether another adapter load may begin with this step."""
         return len(self.loads) < MAX_STEP_LOADS
 
-    def add_row(self, request: Request, length: int, blocks: list[int], rope_set: int) -> None:
-        """Compute the next `length` positions of the request, after appending `blocks`."""
-        start, pending = request.scheduled, request.pending
+    def add_row(
+        self,
+        request: Request,
+        length: int,
+        blocks: list[int],
+        rope_set: int,
+        drafts: tuple[int, ...] = (),
+    ) -> None:
+        """Compute the next `length` positions of the request, after appending `blocks`.
+
+        drafts: the tokens of the last of them, which nobody knows.
+        """
+        start, pending = request.scheduled, request.pending + len(drafts)
         end, total = start + length, len(request.tokens) + pending
         assert start < end <= total, (request.id, start, length, total)
         # Only the row that reaches the end of all tokens has logits for a new one.
         samples = end == total and request.stopping.max_new_tokens > 0
-        self.rows.append(StepRow(request.batch_slot, start, length, blocks, samples, rope_set))
+        slot = request.batch_slot
+        self.rows.append(StepRow(slot, start, length, blocks, samples, rope_set, drafts))
         self.requests.append(request)
         self.budget -= length
         self.tokens += length
         request.scheduled = end
         request.in_flight += 1
+        request.num_drafted = len(drafts)
         if samples:
             request.pending = pending + 1
 

@@ -41,6 +41,8 @@ class StepRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     group as many as it lacks for the row's end; -1 for a block that the row does not need.
     samples: whether the logits of the last position give the token at start + length.
     rope_set: the table of rotary frequencies for these positions; see configs/rope_sets.py.
+    drafts: guessed tokens of the row's last positions. The row samples at each of them too, and
+    at the position before them; the samples are right up to the first that is not the draft's.
     """
 
     batch_slot: int
@@ -49,6 +51,12 @@ class StepRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     blocks: list[int]
     samples: bool
     rope_set: int = 0
+    drafts: tuple[int, ...] = ()
+
+    @property
+    def num_samples(self) -> int:
+        """How many tokens the row samples."""
+        return self.samples + len(self.drafts)
 
 
 class AdapterLoad(msgspec.Struct, frozen=True, array_like=True):
@@ -108,7 +116,7 @@ class PromptReport(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
-    """Rank 0's reply: one token for each row with `samples`, in the plan's order.
+    """Rank 0's reply: each row's `num_samples` tokens, in the plan's order.
 
     logprobs: None when no row needs them, else one entry (or None) for each token.
     compute_seconds: from the step's start to its tokens on the host.

@@ -218,7 +218,7 @@ class Worker:
 
 def step_result(plan: StepPlan, sampled: SampledTokens, seconds: float) -> StepResult:
     """Return a plan's result; seconds: from the step's start until its tokens were on the host."""
-    expected = sum(row.samples for row in plan.rows)
+    expected = sum(row.num_samples for row in plan.rows)
     assert len(sampled.tokens) == expected, (plan.step, len(sampled.tokens), expected)
     return StepResult(
         epoch=plan.epoch,

@@ -24,7 +24,7 @@ from modeling.transfer import pack_to_device, to_device
 
 @dataclass(frozen=True)
 class StepLayout:
-    """One step on the host: T tokens in n rows, of which s sample; int64 unless said.
+    """One step on the host: T tokens in n rows, which sample s tokens; int64 unless said.
 
     Rows of one token come first, in the plan's order, then the others in theirs. What belongs to
     samples stays in the plan's order throughout.
@@ -33,7 +33,8 @@ class StepLayout:
     positions: [T], with each row's rope set (p + set * POSITIONS_PER_SET).
     bounds: [n + 1], where rows start.
     groups: the same for each KV group's attention.
-    last_tokens: [s], the sampling rows' last tokens among the T.
+    last_tokens: [s], the tokens among the T at which rows sample: a row's last one, and before it
+    as many as it has drafts.
     targets: [s], the samples' indices in the flat token buffer.
     sampling: the s samples' parameters.
     sample_positions: the s samples' positions in their sequences.
@@ -155,6 +156,18 @@ class InputBatch:
                 answer = join.tokens[join.prompt_length :]
                 self._grammars.join(join.batch_slot, join.matcher, answer, join.sampling)
 
+    def write_drafts(self, rows: Sequence[StepRow]) -> None:
+        """Write the rows' drafts where the step reads its input ids."""
+        drafts = [token for row in rows for token in row.drafts]
+        if drafts:
+            ends = [row.batch_slot * self._width + row.start + row.length for row in rows]
+            at = [
+                end - behind
+                for end, row in zip(ends, rows, strict=True)
+                for behind in range(len(row.drafts), 0, -1)
+            ]
+            self.write(*pack_to_device([np.array(at), np.array(drafts)], self._device))
+
     def layout(self, rows: Sequence[StepRow]) -> StepLayout:
         """Append the rows' blocks to their tables and lay the step out."""
         self._append_blocks(rows)
@@ -162,13 +175,16 @@ class InputBatch:
         starts = np.array([row.start for row in rows], dtype=np.int64)
         lengths = np.array([row.length for row in rows], dtype=np.int64)
         rope_sets = np.array([row.rope_set for row in rows], dtype=np.int64)
-        sampled = np.flatnonzero([row.samples for row in rows])
+        counts = np.array([row.num_samples for row in rows], dtype=np.int64)
+        # A row with a draft samples at its last positions, others at the last one alone.
+        sampled = np.repeat(np.arange(len(rows)), counts)
+        before_end = counts.cumsum()[sampled] - 1 - np.arange(len(sampled))
         ends = starts + lengths
         self._check(batch_slots, starts, ends)
-        sampling_slots = batch_slots[sampled]
-        targets = sampling_slots * self._width + ends[sampled]
+        sampling_slots, sampled_at = batch_slots[sampled], ends[sampled] - before_end
+        targets = sampling_slots * self._width + sampled_at
         sampling = [self._sampling[slot] for slot in sampling_slots.tolist()]
-        sample_positions = ends[sampled].tolist()
+        sample_positions = sampled_at.tolist()
         adjusted = self._adjusted[sampling_slots].any()
         prompt_lengths = self._prompt_lengths[sampling_slots] if adjusted else None
         about_prompt = np.flatnonzero(self._about_prompt[batch_slots])
@@ -189,7 +205,7 @@ class InputBatch:
             positions=positions + (rope_sets * POSITIONS_PER_SET)[row_of],
             bounds=bounds,
             groups=tuple(tables.layout(step) for tables in self.tables),
-            last_tokens=bounds[1:][now_at[sampled]] - 1,
+            last_tokens=bounds[1:][now_at[sampled]] - 1 - before_end,
             targets=targets,
             sampling=sampling,
             sample_positions=sample_positions,

@@ -119,6 +119,7 @@ class ModelRunner(BaseRunner):
             if not batch.rows:
                 return step_output(no_rows(self._device), [])
             self.num_steps += 1
+            self._input_batch.write_drafts(batch.rows)
             layout = self._input_batch.layout(batch.rows)
             # No adapter that this step reads is overwritten before the device is past the step.
             with self._bank.in_use(layout.adapter_slots):

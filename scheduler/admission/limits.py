@@ -37,6 +37,8 @@ class Limits:
     slice_steps: for how many steps, at most, a loaded adapter keeps its slot before its requests
     are preempted; AdmissionQueue.slice_steps says when it is less.
     max_matchers: matchers of constraints that the ranks hold at once (matchers.py).
+    max_draft_tokens: tokens of one draft, at most; 0: nothing is drafted.
+    max_drafting: no request gets a draft while more of them run.
     """
 
     max_step_tokens: int = 2048
@@ -51,6 +53,8 @@ class Limits:
     patience_steps: int = 16
     slice_steps: int = 384
     max_matchers: int = 64
+    max_draft_tokens: int = 0
+    max_drafting: int = 8
 
     def __post_init__(self) -> None:
         """Refuse limits under which nothing could run."""
@@ -82,6 +86,8 @@ class Limits:
             prefix_caching=config.cache.prefix_caching,
             steps_ahead=steps_ahead,
             quantum_tokens=config.limits.max_step_tokens,
+            max_draft_tokens=config.speculation.most_tokens,
+            max_drafting=config.speculation.max_running,
         )
 
 

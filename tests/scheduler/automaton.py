@@ -201,6 +201,8 @@ class FakeRanks:
         for join in plan.joins:
             self._join(join)
         self._append_blocks(plan.rows)
+        for row in plan.rows:
+            self.occupants[row.batch_slot].tokens += row.drafts
         # As in a layer: all keys and values of the step are stored before any are read.
         for row in plan.rows:
             self._store(row, plan.step)
@@ -380,10 +382,19 @@ class FakeRanks:
             states = occupant.states(end)
             if row.samples:
                 assert len(occupant.tokens) == end, "sampling would overwrite a token"
-                tokens.append(VOCABULARY if index in faults else next_token(states[-1]))
-                occupant.tokens.append(tokens[-1])
+                sampled = [next_token(state) for state in states[-row.num_samples :]]
+                if index in faults:
+                    sampled = [VOCABULARY]
+                tokens += sampled
+                # What follows the first wrong token of a draft is not known.
+                del occupant.tokens[end - len(row.drafts) :]
+                for draft, token in zip((*row.drafts, None), sampled, strict=True):
+                    occupant.tokens.append(token)
+                    if draft != token:
+                        break
                 wants_logprobs = occupant.sampling.logprobs >= 0
-                logprobs.append(
-                    TokenLogprobs(-float(tokens[-1]), [], []) if wants_logprobs else None
-                )
+                logprobs += [
+                    TokenLogprobs(-float(token), [], []) if wants_logprobs else None
+                    for token in sampled
+                ]
         return tokens, logprobs if any(each is not None for each in logprobs) else None
