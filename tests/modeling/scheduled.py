@@ -36,7 +36,8 @@ class Ranks:
     """One rank's runner and its scheduler.
 
     start: makes a runner, for every group anew. folders: of adapters, by the slots that requests
-    name. chunk: tokens of prompts in a step, beside those of answers. group: the ranks'.
+    name. chunk: tokens of prompts in a step, beside those of answers. group: the ranks'. drafts:
+    tokens of a draft, at most.
     """
 
     def __init__(
@@ -45,12 +46,14 @@ class Ranks:
         folders: Sequence[Path] = (),
         chunk: int = WHOLE,
         group: TensorParallel | None = None,
+        drafts: int = 0,
     ) -> None:
         self._start = start
         self._group = group
         self._folders = folders
         self.runner = start()
-        limits = Limits(chunk + MAX_RUNNING, chunk, MAX_RUNNING)
+        tokens = chunk + MAX_RUNNING * (1 + drafts)
+        limits = Limits(tokens, chunk, MAX_RUNNING, max_draft_tokens=drafts)
         self.scheduler = Scheduler(limits, capacity_of(self.runner.report))
         self._flying: deque[tuple[StepPlan, StepOutput]] = deque()
         self.answers: dict[object, Answer] = {}
