@@ -107,6 +107,8 @@ class SequenceOutcome(msgspec.Struct, frozen=True):
     queue_seconds, first_token_seconds: since the request arrived.
     prompt_logprobs: of the prompt's tokens from the second on, if requested.
     embedding: or scores, of the prompt, float32 little-endian, if requested.
+    drafted_tokens: how many were guessed. skipped: the indices of tokens that were guessed right
+    and came behind another of their step, ascending.
     """
 
     tokens: list[int]
@@ -117,6 +119,8 @@ class SequenceOutcome(msgspec.Struct, frozen=True):
     first_token_seconds: float = 0.0
     prompt_logprobs: list[TokenLogprobs] | None = None
     embedding: bytes = b""
+    drafted_tokens: int = 0
+    skipped: list[int] = []
 
 
 class Completion(msgspec.Struct, frozen=True):
@@ -129,6 +133,7 @@ class TokenRun(msgspec.Struct, frozen=True, array_like=True):
     """Tokens start .. start + len - 1 that sequence `index` of a request generated (0-based).
 
     origin: names the model and the adapter's content, in the run with start 0 alone.
+    skipped: as in `SequenceOutcome`, of these tokens.
     """
 
     request_id: str
@@ -137,6 +142,7 @@ class TokenRun(msgspec.Struct, frozen=True, array_like=True):
     tokens: list[int]
     logprobs: list[TokenLogprobs] | None = None
     origin: str = ""
+    skipped: list[int] = []
 
 
 class TokenFrame(msgspec.Struct, frozen=True, array_like=True):

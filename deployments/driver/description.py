@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from configs.engine import EngineConfig
+from configs.engine import EngineConfig, SpeculationConfig, SpeculationKind
 from configs.model import ModelConfig
 from configs.wire.plan import Capacity
 from deployments.contract import AdapterDemand, AdapterTier, EngineLoad
@@ -91,7 +91,7 @@ def engine_load(
     )
 
 
-def startup_info(reports: Sequence[LoadReport]) -> dict[str, str]:
+def startup_info(reports: Sequence[LoadReport], speculation: SpeculationConfig) -> dict[str, str]:
     """What start-up selected, as text."""
     first, pages = reports[0], common([report.capacity for report in reports])
     adapters = f"{pages.adapter_pages} of 8 rank rows a projection, {pages.adapter_slots} slots"
@@ -103,8 +103,18 @@ def startup_info(reports: Sequence[LoadReport]) -> dict[str, str]:
         "pages": f"{pages.num_blocks} of {_tokens(pages)} tokens",
         "adapter pages": adapters,
         "weights": "; ".join(dict.fromkeys(map(_weights, reports))),
+        "speculation": _speculation(speculation, pages),
         "load": f"{max(report.load_seconds for report in reports):.1f} s",
     }
+
+
+def _speculation(config: SpeculationConfig, capacity: Capacity) -> str:
+    """What guesses tokens; none where a sequence is computed whole, as padded models do."""
+    if config.kind is SpeculationKind.NONE:
+        return "none"
+    if not capacity.chunked:
+        return f"none: {config.kind.value} needs a paged model"
+    return f"{config.kind.value}, up to {config.max_tokens} tokens"
 
 
 def _weights(report: LoadReport) -> str:

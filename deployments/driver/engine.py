@@ -305,7 +305,10 @@ class DriverEngine:
             max_batch_total_tokens=held_tokens(capacity.groups, capacity.num_blocks),
             max_running=limits.max_running,
             max_queued=limits.max_queued,
-            startup_info={"task": task.task.value, **startup_info(self.ranks)},
+            startup_info={
+                "task": task.task.value,
+                **startup_info(self.ranks, self._config.speculation),
+            },
             adapters=await self._listing(),
             healthy=self.healthy,
             task=task,

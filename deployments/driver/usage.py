@@ -84,6 +84,8 @@ class AdapterUsage:
                     ok=not isinstance(outcome.ending, Failed),
                     prompt_tokens=len(sequence.prompt),
                     generated_tokens=num_tokens,
+                    drafted_tokens=outcome.drafted_tokens,
+                    accepted_tokens=len(outcome.skipped),
                     first_token_seconds=outcome.first_token_seconds if num_tokens else None,
                     per_token_seconds=after_first / (num_tokens - 1) if num_tokens > 1 else None,
                 )

@@ -26,6 +26,8 @@ BY_ADAPTER = {
     "loray_adapter_requests": "Sequences that ended, by adapter and by whether without an error.",
     "loray_adapter_prompt_tokens": "Prompt tokens of sequences that ended, by adapter.",
     "loray_adapter_generated_tokens": "Generated tokens of sequences that ended, by adapter.",
+    "loray_adapter_drafted_tokens": "Guessed tokens of sequences that ended, by adapter.",
+    "loray_adapter_accepted_tokens": "Tokens that were guessed right, by adapter.",
 }
 QUEUED = "loray_adapter_queue_length"
 # By the field of AdapterTiers.
@@ -112,6 +114,8 @@ class AdapterMetrics:
             self._sums["loray_adapter_requests"].inc(1, tags=ok)
             _add(self._sums["loray_adapter_prompt_tokens"], record.prompt_tokens, tags)
             _add(self._sums["loray_adapter_generated_tokens"], record.generated_tokens, tags)
+            _add(self._sums["loray_adapter_drafted_tokens"], record.drafted_tokens, tags)
+            _add(self._sums["loray_adapter_accepted_tokens"], record.accepted_tokens, tags)
             _observe(self._first, record.first_token_seconds, tags)
             _observe(self._each, record.per_token_seconds, tags)
 

@@ -16,6 +16,7 @@ class SequenceRecord:
 
     adapter: its name. ok: it ended without an error.
     first_token_seconds: None without a token. per_token_seconds: None without a second one.
+    drafted_tokens, accepted_tokens: tokens that were guessed, and those of them that came.
     """
 
     adapter: str
@@ -24,6 +25,8 @@ class SequenceRecord:
     generated_tokens: int
     first_token_seconds: float | None
     per_token_seconds: float | None
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 class LoadStage(StrEnum):

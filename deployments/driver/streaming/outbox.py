@@ -94,11 +94,13 @@ class Outbox:
             if before is None:
                 # A copy: the run's lists belong to its event.
                 logprobs = None if run.logprobs is None else list(run.logprobs)
-                copy = msgspec.structs.replace(run, tokens=list(run.tokens), logprobs=logprobs)
-                kept[run.request_id, run.index] = copy
+                kept[run.request_id, run.index] = msgspec.structs.replace(
+                    run, tokens=list(run.tokens), logprobs=logprobs, skipped=list(run.skipped)
+                )
                 continue
             assert run.start == before.start + len(before.tokens), (run.start, before.start)
             before.tokens.extend(run.tokens)
+            before.skipped.extend(run.skipped)
             if before.logprobs is not None and run.logprobs is not None:
                 before.logprobs.extend(run.logprobs)
 
@@ -129,6 +131,7 @@ def _cut(run: TokenRun, length: int) -> tuple[TokenRun, TokenRun]:
             run.tokens[part],
             None if scores is None else scores[part],
             "" if part.start else run.origin,
+            [at for at in run.skipped if part.start <= at - run.start < part.stop],
         )
         for part in (slice(0, length), slice(length, len(run.tokens)))
     ]

@@ -101,7 +101,9 @@ class Streams:
                 stream.end(index, _outcome(event))
         elif stream.reply_to is not None and stream.outcomes[index] is None:
             origin = "" if event.start else stream.origin
-            run = TokenRun(request_id, index, event.start, event.tokens, event.logprobs, origin)
+            start, tokens = event.start, event.tokens
+            skipped = list(range(start + 1, start + len(tokens)))
+            run = TokenRun(request_id, index, start, tokens, event.logprobs, origin, skipped)
             if request_id in self._held_back:
                 self._held_back[request_id].append(run)
             else:
@@ -179,6 +181,8 @@ def _outcome(event: events.Ended) -> SequenceOutcome:
         first_token_seconds=_since(event.arrival, event.first_token),
         prompt_logprobs=event.prompt_logprobs,
         embedding=event.embedding,
+        drafted_tokens=event.num_drafted,
+        skipped=list(event.skipped),
     )
 
 

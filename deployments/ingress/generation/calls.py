@@ -177,7 +177,7 @@ def _event(
     detokenizer = detokenizers[update.index]
     if detokenizer.stopped:
         return None
-    pieces = detokenizer.feed(update.tokens, update.logprobs)
+    pieces = detokenizer.feed(update.tokens, update.logprobs, update.skipped)
     if detokenizer.stopped:
         if update.ending is None:
             # The driver does not see text, so the sequence still runs there.

@@ -6,6 +6,7 @@ driver gets them if its own is lost. So memory is bounded by its completion.
 """
 
 import asyncio
+from collections.abc import Container
 
 from configs.wire.plan import TokenLogprobs
 from deployments.contract import (
@@ -21,9 +22,10 @@ class SequenceUpdate:
     """New tokens of one sequence, their logprobs if they are requested, and its ending.
 
     ending: set in the sequence's last update only.
+    skipped: as in `SequenceOutcome`, of all its tokens so far.
     """
 
-    __slots__ = ("ending", "index", "logprobs", "tokens")
+    __slots__ = ("ending", "index", "logprobs", "skipped", "tokens")
 
     def __init__(
         self,
@@ -31,8 +33,10 @@ class SequenceUpdate:
         tokens: list[int],
         logprobs: list[TokenLogprobs] | None,
         ending: Ending | None = None,
+        skipped: Container[int] = (),
     ) -> None:
         self.index = index
+        self.skipped = skipped
         self.tokens = tokens
         self.logprobs = logprobs
         self.ending = ending
@@ -42,18 +46,21 @@ class _Channel:
     """Tokens of one sequence so far, in order, each once.
 
     num_taken: how many of them the reader has. early: runs after a gap, by their start.
+    skipped: as in `SequenceUpdate`.
     """
 
-    __slots__ = ("early", "logprobs", "num_taken", "tokens")
+    __slots__ = ("early", "logprobs", "num_taken", "skipped", "tokens")
 
     def __init__(self) -> None:
         self.num_taken = 0
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprobs] | None = None
         self.early: dict[int, TokenRun] = {}
+        self.skipped: set[int] = set()
 
     def put(self, run: TokenRun) -> bool:
         """Add a run, or keep it until the gap before it is filled; whether there are new tokens."""
+        self.skipped.update(run.skipped)
         if run.start > len(self.tokens):
             # A driver drops frames when its socket is full. The gap may last to the completion.
             self.early[run.start] = run
@@ -67,13 +74,15 @@ class _Channel:
 
     def repair(self, outcome: SequenceOutcome) -> None:
         """Append the tokens that no frame brought."""
+        self.skipped.update(outcome.skipped)
         self._append(0, outcome.tokens, outcome.logprobs)
         self.early.clear()
 
-    def take(self) -> tuple[list[int], list[TokenLogprobs] | None]:
-        """The tokens since the last call."""
+    def take(self, index: int, ending: Ending | None = None) -> SequenceUpdate:
+        """The tokens since the last call, as the update of the sequence with this index."""
         first, self.num_taken = self.num_taken, len(self.tokens)
-        return self.tokens[first:], None if self.logprobs is None else self.logprobs[first:]
+        logprobs = None if self.logprobs is None else self.logprobs[first:]
+        return SequenceUpdate(index, self.tokens[first:], logprobs, ending, self.skipped)
 
     def _append(self, start: int, tokens: list[int], logprobs: list[TokenLogprobs] | None) -> None:
         """Append the new part of a run; a driver may send a run twice."""
@@ -145,11 +154,9 @@ class RequestInbox:
         if self._completion is None:
             self._updated = False
             updated, self._updated_indices = self._updated_indices, {}
-            return [SequenceUpdate(index, *self._channels[index].take()) for index in updated]
+            return [self._channels[index].take(index) for index in updated]
         ended = enumerate(self._completion.sequences[: len(self._channels)])
-        updates = [
-            SequenceUpdate(i, *self._channels[i].take(), outcome.ending) for i, outcome in ended
-        ]
+        updates = [self._channels[i].take(i, outcome.ending) for i, outcome in ended]
         # The next call returns [], which ends the reader's loop.
         self._channels = []
         return updates

@@ -3,7 +3,8 @@
 import asyncio
 import logging
 import time
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from deployments.contract import Completion
@@ -28,9 +29,10 @@ class RequestObserver:
         source = engine.settings.default_source
         self._adapter = None if adapter is None else listed_reference(adapter, source)
 
-    def ended(self, completion: Completion, generated: int) -> RequestRecord:
-        """Count a success with `generated` tokens; returns its times and lengths."""
+    def ended(self, completion: Completion, lengths: Sequence[int]) -> RequestRecord:
+        """Count a success; returns its times and lengths. lengths: of the sequences, in tokens."""
         sequences, outcomes = self._job.request.sequences, completion.sequences
+        generated = sum(lengths)
         total = time.monotonic() - self._job.started
         validation = self._submitted - self._job.started
         queue = max(outcome.queue_seconds for outcome in outcomes)
@@ -45,6 +47,10 @@ class RequestObserver:
             input_length=sum(len(s.prompt) for s in sequences[:: self._job.choices]),
             max_new_tokens=max(s.stopping.max_new_tokens for s in sequences),
             generated_tokens=generated,
+            skipped_tokens=sum(
+                bisect_left(outcome.skipped, length)
+                for outcome, length in zip(outcomes, lengths, strict=True)
+            ),
         )
         self._metrics.succeeded(self._adapter, record)
         _log_end(self._name, record)

@@ -74,9 +74,9 @@ async def whole(
     job, quota = _admit(request, job)
     with observe(engine, job) as observer:
         result = await unless_gone(request.receive, collect(engine, served, job))
-        generated = sum(choice.num_tokens for choice in result.choices)
-        quota.take_tokens(generated)
-        record = observer.ended(result.completion, generated)
+        lengths = [choice.num_tokens for choice in result.choices]
+        quota.take_tokens(sum(lengths))
+        record = observer.ended(result.completion, lengths)
     headers = reply_headers(served.info, job, record)
     return json_response(body(result), headers=headers)
 
@@ -171,10 +171,10 @@ async def _within_call(
                     yield chunk
         finally:
             # A client that leaves is charged for the tokens so far.
-            generated = sum(detokenizer.num_tokens for detokenizer in running.detokenizers)
-            quota.take_tokens(generated)
+            lengths = [detokenizer.num_tokens for detokenizer in running.detokenizers]
+            quota.take_tokens(sum(lengths))
         assert running.call.completion is not None, "the events ended before the call"
-        observer.ended(running.call.completion, generated)
+        observer.ended(running.call.completion, lengths)
 
 
 def _admit(request: Request, job: GenerationJob) -> tuple[GenerationJob, Quota]:

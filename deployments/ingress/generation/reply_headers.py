@@ -45,7 +45,7 @@ def reply_headers(info: EngineInfo, job: GenerationJob, record: RequestRecord) -
     counts = {
         "x-prompt-tokens": prompt,
         "x-generated-tokens": generated,
-        "x-skipped-tokens": 0,
+        "x-skipped-tokens": record.skipped_tokens,
         "x-total-tokens": prompt + generated,
     }
     return (

@@ -114,6 +114,7 @@ class LoraxWriter:
                 prompt_tokens=self._num_input,
                 generated_tokens=choice.num_tokens,
                 seed=self._seeds[best],
+                skipped_tokens=sum(piece.skipped for piece in choice.pieces),
                 tokens=self._token_writer.all_of(choice),
                 prefill=prefill(choice, self._token_writer.tokenizer),
                 best_of_sequences=[self._other(choices[i], self._seeds[i]) for i in others]
@@ -138,13 +139,16 @@ class LoraxWriter:
         # The token that may be the last one: it waits, for only the last event has details.
         waiting: list[TextPiece] = []
         texts: list[str] = []
+        num_skipped = 0
         async for batch in running.events():
             [event] = batch
             pieces = waiting + event.pieces
             texts.append(event.text)
+            num_skipped += sum(piece.skipped for piece in event.pieces)
             if event.reason is not None:
                 *others, last = writer.tokens(pieces, event.rest) or [_NO_TOKEN]
-                ending = self._ending(last, "".join(texts), event.reason, detokenizer.num_tokens)
+                counts = detokenizer.num_tokens, num_skipped
+                ending = self._ending(last, "".join(texts), event.reason, *counts)
                 yield b"".join([data(StreamEvent(token)) for token in others]) + data(ending)
                 continue
             sendable = len(pieces) - self._may_end(pieces[-1], detokenizer.num_tokens)
@@ -158,9 +162,10 @@ class LoraxWriter:
         return last.token in stopping.stop_token_ids or num_tokens >= stopping.max_new_tokens
 
     def _ending(
-        self, token: Token, text: str, reason: FinishReason, num_tokens: int
+        self, token: Token, text: str, reason: FinishReason, num_tokens: int, num_skipped: int
     ) -> StreamEvent:
-        details = StreamDetails(reason, self._num_input, num_tokens, self._seeds[0])
+        seed = self._seeds[0]
+        details = StreamDetails(reason, self._num_input, num_tokens, seed, num_skipped)
         return StreamEvent(token, self._prefix + text, details if self._details else None)
 
 
@@ -179,7 +184,7 @@ class _TokenWriter:
         """One token."""
         special = piece.token in self.tokenizer.special_ids
         shown = self.tokenizer.token_text(piece.token) if special else piece.text
-        token = Token(piece.token, shown, sampled_logprob(piece), special)
+        token = Token(piece.token, shown, sampled_logprob(piece), special, piece.skipped)
         if self._alternatives and piece.logprobs is not None:
             pairs = zip(piece.logprobs.top_ids, piece.logprobs.top_logprobs, strict=True)
             token.alternative_tokens = [

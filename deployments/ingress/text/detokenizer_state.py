@@ -1,6 +1,6 @@
 """The state of one sequence between its tokens and the text that the client sees."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import NamedTuple
 
 from configs.wire.plan import TokenLogprobs
@@ -12,12 +12,14 @@ class TextPiece(NamedTuple):
     """The text that one token completes.
 
     offset: where the token's own text begins, in characters of the whole text.
+    skipped: it was guessed right, and came behind another token of its step.
     """
 
     token: int
     text: str
     offset: int
     logprobs: TokenLogprobs | None
+    skipped: bool = False
 
 
 class DetokenizerState:
@@ -54,16 +56,24 @@ class DetokenizerState:
         return self._stops.found
 
     def feed(
-        self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] | None = None
+        self,
+        tokens: Sequence[int],
+        logprobs: Sequence[TokenLogprobs] | None = None,
+        skipped: Container[int] = (),
     ) -> list[TextPiece]:
-        """The pieces that these tokens complete, up to the stop string if there is one."""
+        """The pieces that these tokens complete, up to the stop string if there is one.
+
+        skipped: the indices of skipped tokens, among all that were ever fed.
+        """
         if not tokens:
             return []
         if not self._per_token:
             return [self._piece(tokens, None)]
         pieces = []
         for index, token in enumerate(tokens):
-            pieces.append(self._piece((token,), logprobs[index] if logprobs else None))
+            is_skipped = self.num_tokens in skipped
+            piece = self._piece((token,), logprobs[index] if logprobs else None)
+            pieces.append(piece._replace(skipped=True) if is_skipped else piece)
             if self._stops.matched:
                 break
         return pieces

@@ -28,6 +28,6 @@ class Sockets:
 
 def heard(inbox: RequestInbox, index: int = 0) -> list[int]:
     """What the ingress could write by now."""
-    tokens, logprobs = inbox._channels[index].take()
-    assert logprobs is None or len(logprobs) == len(tokens)
-    return tokens
+    update = inbox._channels[index].take(index)
+    assert update.logprobs is None or len(update.logprobs) == len(update.tokens)
+    return update.tokens
