@@ -54,7 +54,7 @@ class StepBuilder:
     ) -> None:
         """Compute the next `length` positions of the request, after appending `blocks`.
 
-        drafts: the tokens of the last of them, which nobody knows.
+        drafts: the tokens of the last of them, which are guesses.
         """
         start, pending = request.scheduled, request.pending + len(drafts)
         end, total = start + length, len(request.tokens) + pending
