@@ -39,6 +39,7 @@ pytestmark = [
 
 NAMES = [BASE, *ADAPTERS]
 CHANGING = ("plain", "dora", "some", "biased", "trained")
+NORMS = ("norms", "plain", "last", "scarce")
 ADAPTERS_BY_TURNS = ("r8", "r24", "patterns")
 
 
@@ -82,6 +83,9 @@ KINDS = [
     (("llama_dora", "gqa"), [BASE, *CHANGING]),
     (("gpt2_dora", "plain"), [BASE, *CHANGING]),
     (("vocabulary", "gqa"), [BASE, *VOCABULARY_ADAPTERS]),
+    (("llama_norms", "gqa"), [BASE, *NORMS]),
+    (("gpt2_norms", "plain"), [BASE, *NORMS]),
+    (("generic_norms", "qwen3"), [BASE, *NORMS]),
 ]
 CAPTURED_KINDS = [each for each in KINDS if each[0][0] in ("llama_dora", "vocabulary")]
 
