@@ -38,13 +38,13 @@ PROMPT, AT_ONCE = 512, 4
 BLOCKS = 80
 """Cache blocks of each row."""
 
-KINDS = ("base", "plain", "dora", "biased", "ends")
+KINDS = ("base", "plain", "dora", "biased", "ends", "norms")
 
 
 def write_kind(folder: Path, shape: str, kind: str) -> None:
     """Write an adapter of a kind: plain LoRA, and what comes on top of it.
 
-    ends: of embedding and head.
+    ends: of embedding and head. norms: with all norms of its own.
     """
     write_adapter(folder, shape, RANK, 1, TARGETS)
     sizes = SHAPES[shape]
@@ -65,6 +65,12 @@ def write_kind(folder: Path, shape: str, kind: str) -> None:
         tensors["base_model.model.lm_head.lora_A.weight"] = torch.randn(RANK, hidden) / 64
         tensors["base_model.model.lm_head.lora_B.weight"] = torch.randn(vocab, RANK) / 50
         fields["target_modules"] += ["embed_tokens", "lm_head"]
+    if kind == "norms":
+        fields["modules_to_save"] = ["norm"]
+        layers = [f"layers.{i}." for i in range(sizes["num_hidden_layers"])]
+        names = [f"{at}{n}_layernorm" for at in layers for n in ("input", "post_attention")]
+        for name in (*names, "norm"):
+            tensors[f"base_model.model.model.{name}.weight"] = torch.rand(hidden) + 0.5
     save_file(tensors, file)
     fields |= {"use_dora": kind == "dora", "lora_bias": kind == "biased"}
     config.write_text(json.dumps(fields))

@@ -147,6 +147,11 @@ class DeviceAdapter:
             y = torch.addcmul(y, pool[own.scale + behind], y)
         return y if own.bias < 0 else y + pool[own.bias + behind]
 
+    def page(self, projection: int) -> int:
+        """Return the page of what is one matrix; -1 where the adapter has none."""
+        pages = self._pages[projection]
+        return pages[0] if pages else -1
+
     def matrix(self, projection: int) -> Tensor:
         """Return what is one matrix, [rows of the pool, width]: a view of its page."""
         (page,) = self._pages[projection]
@@ -180,7 +185,8 @@ class AdapterBank:
 
     page_table: int32 [slots, projections, pages of max_rank], on the device.
     ranks: int32 [slots, projections, layers], on the device.
-    embedding, head: the index of each end's projection; None where adapters cannot change it.
+    embedding, head, norms: the index of each one's projection; None where adapters cannot change
+    it.
     output_rows: int32 [slots, projections, 2], on the device: `DeviceAdapter.output_rows`.
     Pools and tables keep their addresses, so that CUDA graphs may use them.
     """
@@ -203,6 +209,7 @@ class AdapterBank:
         kinds = {projection.kind: index for index, projection in enumerate(self.projections)}
         self.embedding = kinds.get(ProjectionKind.EMBEDDING)
         self.head = kinds.get(ProjectionKind.HEAD)
+        self.norms = kinds.get(ProjectionKind.NORMS)
         self.pools = tuple(
             _empty_pool(p, size.pages_of(p), dtype, device) for p in self.projections
         )
@@ -306,6 +313,11 @@ class AdapterBank:
         adapter = self._loaded[slot]
         assert adapter is not None, f"slot {slot} is used before an adapter was loaded into it"
         return adapter
+
+    def page_of(self, slot: int, projection: int) -> int:
+        """Return the page of what is one matrix of a slot's adapter; -1 where it has none."""
+        adapter = self._loaded[slot]
+        return -1 if adapter is None else adapter.page(projection)
 
     def adapts(self, slot: int, projection: int) -> bool:
         """Return whether a slot's adapter, if any, changes a projection's first layer."""

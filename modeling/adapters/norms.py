@@ -1,7 +1,10 @@
 """Norms of which an adapter brings weight and bias (modules_to_save): PEFT's copy of the module.
 
 The norm is computed once more for the adapter's rows, by its own code, with the adapter's
-parameters. Steps without such adapters compute nothing more. Steps with them are not captured.
+parameters. Steps without such adapters compute nothing more.
+
+Captured steps compute RMS norms alone: their kernel takes each token's weight from the page of the
+token's adapter (`norm_rows.py`). Models with other norms do not capture steps with such adapters.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,7 +20,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from modeling.adapters.bank import PAGE_ROWS, AdapterBank
-from modeling.adapters.product import TokenGroup
+from modeling.adapters.norm_rows import NormRows, NormStep
+from modeling.adapters.product import NormAdapters, TokenGroup
 from modeling.adapters.projection import NormVector, Projection, ProjectionKind
 from modeling.adapters.token_rows import groups_of
 from sharding.slicing import whole
@@ -76,20 +80,31 @@ def norm_projection(norms: Iterable[NormModule], width: int) -> Projection | Non
 
 
 class AdaptedNorms:
-    """The norms of one rank's model, with the adapters of the step that is computed."""
+    """The norms of one rank's model, with the adapters of the step that is computed.
+
+    capturable: whether captured steps can have adapters that bring norms.
+    """
 
     def __init__(self, bank: AdapterBank, norms: Sequence[NormModule]) -> None:
         """Watch the norms' calls; norms: as `norm_projection` was given them."""
         self._bank = bank
         self._groups: list[TokenGroup] = []
-        kinds = [projection.kind for projection in bank.projections]
-        self._index = kinds.index(ProjectionKind.NORMS) if ProjectionKind.NORMS in kinds else None
+        self._step = NormStep()
+        self._index = bank.norms
+        self.capturable = False
         if self._index is None:
             return
+        self.capturable = all(hasattr(norm.module, "rows") for norm in norms)
+        numbers = bank.pools[self._index].a.flatten(1)
         known = {each.names[0]: each for each in bank.projections[self._index].vectors}
         for norm in norms:
             own = {name: known[f"{norm.path}.{name}"] for name, _ in norm.code.named_parameters()}
             norm.module.register_forward_hook(partial(self._adapt, norm, own))
+            if self.capturable:
+                weights = numbers[:, own["weight"].start : own["weight"].stop]
+                plus = getattr(norm.module, "plus", 0.0)
+                # Adapters know no models: those with such an attribute read it in captured steps.
+                setattr(norm.module, "rows", NormRows(self._step, weights, plus))  # noqa: B010
         # What replaces several of transformers' modules by one launch must leave norms alone.
         self._fusable = [norm.module for norm in norms if norm.module is not norm.code]
 
@@ -112,6 +127,16 @@ class AdaptedNorms:
         finally:
             self._groups = []
             self._call_alone(False)
+
+    @contextmanager
+    def captured(self, adapters: object) -> Iterator[None]:
+        """Compute what is captured with these adapters' data, if it says which norms are whose."""
+        pages = adapters.norm_pages if isinstance(adapters, NormAdapters) else None
+        self._step.pages = pages if self.capturable else None
+        try:
+            yield
+        finally:
+            self._step.pages = None
 
     def _call_alone(self, alone: bool) -> None:
         for module in self._fusable:

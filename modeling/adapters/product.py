@@ -58,6 +58,16 @@ class AdapterData(Protocol):
 
 
 @runtime_checkable
+class NormAdapters(Protocol):
+    """What a captured step's adapters do at norms (`norm_rows.py`)."""
+
+    @property
+    def norm_pages(self) -> Tensor | None:
+        """int32 [tokens]; None where no adapter can bring norms."""
+        ...
+
+
+@runtime_checkable
 class EndAdapters(Protocol):
     """What a step's adapters do at embedding and head (`vocabulary.py`)."""
 

@@ -3,12 +3,16 @@
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from modeling.adapters.norm_rows import NormRows, rms_norm
 from modeling.layers.fused import fused_ops
 from sharding.loader import Weights
 
 
 class RMSNorm(nn.Module):
-    """y = w * x / sqrt(mean(x^2) + eps) (arXiv:1910.07467), over the last dimension."""
+    """y = w * x / sqrt(mean(x^2) + eps) (arXiv:1910.07467), over the last dimension.
+
+    rows: the weights of adapters, in captured steps.
+    """
 
     def __init__(self, prefix: str, size: int, eps: float, weights: Weights) -> None:
         """Read `prefix`.weight [size]."""
@@ -16,14 +20,18 @@ class RMSNorm(nn.Module):
         self.weight = weights.parameter(f"{prefix}.weight", (size,))
         self.eps = eps
         self._fused = fused_ops(weights.device)
+        self.rows: NormRows | None = None
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Norm of x + residual, and that sum: both [tokens, size]."""
+        own = None if self.rows is None else self.rows.own
         # The kernel takes contiguous rows; norms of single heads have three dimensions.
         if self._fused is not None and x.dim() == 2 and x.is_contiguous():
-            return self._fused.add_rms_norm(x, residual, self.weight, self.eps)
+            return self._fused.add_rms_norm(x, residual, self.weight, self.eps, own=own)
         if residual is not None:
             x = x + residual
+        if own is not None:
+            return rms_norm(x, self.weight, self.eps, own), x
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps), x
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from configs.architectures.rope import POSITIONS_PER_SET
+from modeling.adapters.norm_rows import NO_WEIGHTS, OwnWeights
 from modeling.attention.kv_cache import FP8_MAX, LayerCache
 from modeling.triton_launch import Launcher, aligned, has_dependent_launch, launch_options
 
@@ -29,16 +30,30 @@ Pointer = Any
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _own_weight(
+    factors: "Any", own: "Pointer", page: "Any", stride: "Any", columns: "Any", inside: "Any",
+    plus: tl.constexpr,
+) -> "Any":
+    """An adapter's weight, where the token's adapter brings one; plus: what is added to it."""
+    found = tl.load(own + page * stride + columns, mask=inside & (page >= 0), other=0.0)
+    return tl.where(page >= 0, found.to(tl.float32) + plus, factors)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _add_rms_norm(
     x: "Pointer", residual: "Pointer", inner: "Pointer",
     weight: "Pointer", normed: "Pointer", total: "Pointer",
+    pages: "Pointer", own: "Pointer", own_inner: "Pointer", own_stride: "Any",
     eps: float, inner_eps: float, size: tl.constexpr, width: tl.constexpr,
     has_residual: tl.constexpr, has_inner: tl.constexpr,
+    has_pages: tl.constexpr, per_token: tl.constexpr,
+    plus: tl.constexpr, inner_plus: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """normed = w * s / sqrt(mean(s^2) + eps), s = x + residual, of one row.
 
     width: the power of two that holds size. has_inner: s = norm(x) + residual, with inner as w.
+    has_pages: w is that of an adapter where pages has one for the row's token.
     """
     if PDL:
         gdc_launch_dependents()
@@ -49,6 +64,14 @@ def _add_rms_norm(
     factors = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     if has_inner:
         inner_factors = tl.load(inner + columns, mask=inside, other=0.0).to(tl.float32)
+    if has_pages:
+        # No kernel of a step writes pages, nor the adapters that the step reads.
+        page = tl.load(pages + tl.program_id(0) // per_token).to(tl.int64)
+        factors = _own_weight(factors, own, page, own_stride, columns, inside, plus)
+        if has_inner:
+            inner_factors = _own_weight(
+                inner_factors, own_inner, page, own_stride, columns, inside, inner_plus
+            )
     if PDL:
         gdc_wait()
     values = tl.load(x + start + columns, mask=inside, other=0.0)
@@ -243,13 +266,21 @@ def add_rms_norm(
     weight: Tensor,
     eps: float,
     inner: tuple[Tensor, float] | None = None,
+    own: OwnWeights | None = None,
+    own_inner: OwnWeights | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """y = w * s / sqrt(mean(s^2) + eps), s = x + residual; returns (y, s), both [tokens, size].
+    """y = w * s / sqrt(mean(s^2) + eps), s = x + residual; returns (y, s), both [rows, size].
 
     inner: the weight and eps of a norm of x before the sum, rounded to its type as always.
+    own, own_inner: what replaces the weights for the rows of some tokens.
     """
     tokens, size = x.shape
     inner_weight, inner_eps = inner or (weight, 0.0)
+    first, second = own or NO_WEIGHTS, own_inner or own or NO_WEIGHTS
+    pages = weight if own is None else own.pages
+    stored = (weight, weight) if own is None else (own.weights, second.weights)
+    stride = 0 if own is None else own.weights.stride(0)
+    per_token = 1 if own is None else tokens // len(pages)
     normed = torch.empty_like(x)
     total = x if residual is None else torch.empty_like(x)
     added = x if residual is None else residual
@@ -265,14 +296,21 @@ def add_rms_norm(
             weight.dtype,
             x.device,
             aligned(x, added, inner_weight, weight),
+            (per_token, first.plus, second.plus, stride, stored[0].dtype, aligned(pages, *stored))
+            if own is not None
+            else None,
         ),
         (tokens,),
-        (x, added, inner_weight, weight, normed, total, eps, inner_eps),
+        (x, added, inner_weight, weight, normed, total, pages, *stored, stride, eps, inner_eps),
         {
             "size": size,
             "width": triton.next_power_of_2(size),
             "has_residual": residual is not None,
             "has_inner": inner is not None,
+            "has_pages": own is not None,
+            "per_token": per_token,
+            "plus": first.plus,
+            "inner_plus": second.plus,
             "PDL": dependent,
         },
         {"num_warps": 8 if size > 1024 else 4, **launch_options(dependent)},

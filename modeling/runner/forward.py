@@ -1,10 +1,12 @@
 """A paged model over one cache: from a step's tensors to logits or hidden states."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from modeling.adapters.norms import AdaptedNorms
 from modeling.adapters.product import AdapterData
 from modeling.attention.base import AttentionBackend, AttentionStep
 from modeling.attention.kv_cache import LayerCache
@@ -24,10 +26,11 @@ def prepare(backends: Sequence[AttentionBackend], inputs: StepInputs) -> StepPla
 
 @dataclass(frozen=True)
 class PagedForward:
-    """cache: one a layer."""
+    """cache: one a layer. norms: the model's, with those of adapters; None without adapters."""
 
     model: PagedModel
     cache: list[LayerCache]
+    norms: AdaptedNorms | None = None
 
     def logits(
         self, tensors: StepTensors, attention: StepPlans, adapters: AdapterData | None
@@ -53,11 +56,12 @@ class PagedForward:
             for group, step in zip(tensors.groups, attention, strict=True)
         )
         context = PagedContext(self.cache, groups, adapters)
-        output, _ = self.model.paged(
-            tensors.input_ids,
-            tensors.positions,
-            context,
-            lm_head_indices=head_tokens,
-            skip_lm_head=head_tokens is None,
-        )
+        with nullcontext() if self.norms is None else self.norms.captured(adapters):
+            output, _ = self.model.paged(
+                tensors.input_ids,
+                tensors.positions,
+                context,
+                lm_head_indices=head_tokens,
+                skip_lm_head=head_tokens is None,
+            )
         return output

@@ -157,7 +157,7 @@ class LoadedPaged(LoadedRunner):
         dummies = 1 if parts.device.type == "cuda" else 0
         cache = allocate_blocks(parts.cache, num_blocks + dummies, parts.device)
         return StepBuffers(
-            forward=PagedForward(parts.weights.model, cache),
+            forward=PagedForward(parts.weights.model, cache, parts.norms),
             input_batch=InputBatch(parts.size, parts.device, parts.grammars),
             prompts=PromptReader(
                 parts.weights.model.vocab_size,

@@ -196,7 +196,8 @@ class ModelRunner(BaseRunner):
 
     def _replaces(self, slots: Sequence[int]) -> bool:
         """Return whether an adapter replaces what captured steps read of the base model."""
-        return replaces_vocabulary(self._bank, slots) or self._norms.changes(slots)
+        has_norms = self._norms.changes(slots) and not self._norms.capturable
+        return has_norms or replaces_vocabulary(self._bank, slots)
 
     def _head(self, layout: StepLayout, hidden: Tensor, at: Ints) -> Tensor:
         """Return the logits of those of a step's tokens that are `at` these indices."""

@@ -39,6 +39,7 @@ pytestmark = [
 
 NAMES = [BASE, *ADAPTERS]
 CHANGING = ("plain", "dora", "some", "biased", "trained")
+CAPTURED = ("llama_dora", "vocabulary", "llama_norms", "generic_norms")
 NORMS = ("norms", "plain", "last", "scarce")
 ADAPTERS_BY_TURNS = ("r8", "r24", "patterns")
 
@@ -87,7 +88,7 @@ KINDS = [
     (("gpt2_norms", "plain"), [BASE, *NORMS]),
     (("generic_norms", "qwen3"), [BASE, *NORMS]),
 ]
-CAPTURED_KINDS = [each for each in KINDS if each[0][0] in ("llama_dora", "vocabulary")]
+CAPTURED_KINDS = [each for each in KINDS if each[0][0] in CAPTURED]
 
 
 @pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")

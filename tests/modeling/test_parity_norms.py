@@ -5,12 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from configs.wire.adapters import AdapterError
 from modeling.adapters import norms
+from modeling.adapters.bank import AdapterBank
+from modeling.adapters.kernels import reference, select
 from modeling.adapters.norms import AdaptedNorms
 from modeling.adapters.peft import open_adapter
+from modeling.adapters.product import AdapterData
 from modeling.adapters.token_rows import groups_of
 from modeling.runner.adapter_check import adaptable
 from tests.checkpoints import AdapterRecipe, write_adapter
@@ -44,6 +48,33 @@ def test_beside_an_embedding(world: World) -> None:
 @pytest.mark.filterwarnings("ignore::UserWarning")  # PEFT's, of biases
 def test_biases_of_norms(world: World) -> None:
     compare(world, Setting("gpt2_norms", "plain", 2, ["biases", BASE, "norms"]))
+
+
+def by_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute as captured steps do: each token by the weight that lies in its adapter's page."""
+    build = reference.reference_batch
+
+    def batch(bank: AdapterBank, slots: list[int], lengths: list[int]) -> AdapterData:
+        made = build(bank, slots, lengths)
+        assert bank.norms is not None
+        pages = [-1 if slot < 0 else bank.page_of(slot, bank.norms) for slot in slots]
+        of_token = torch.tensor(pages).repeat_interleave(torch.tensor(lengths))
+        setattr(made, "norm_pages", of_token)  # noqa: B010 - captured steps' data has it
+        return made
+
+    monkeypatch.setattr(select, "reference_batch", batch)
+    monkeypatch.setattr(AdaptedNorms, "using", lambda *args: nullcontext())
+
+
+def test_by_pages(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    by_pages(monkeypatch)
+    compare(world, Setting("llama_norms", "gqa", 2, MIXED, rejoins_at=3))
+
+
+def test_a_page_that_is_another_s(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    by_pages(monkeypatch)
+    monkeypatch.setattr(AdapterBank, "page_of", lambda *args: 0)
+    expect_mismatch(world, Setting("llama_norms", "gqa", 1, ["norms", "last", "plain"]))
 
 
 @pytest.mark.parametrize("fault", ["left out", "for all", "of the base"])

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -93,6 +94,8 @@ class TritonPlan:
         most_tiles = max(self.max_tiles(tokens) for _, tokens in used)
         self.summed = torch.zeros(MAX_TARGETS, most_tiles, dtype=torch.int32, device=device)
         self._groups: dict[tuple[OutputSlice, ...], LaunchGroup] = {}
+        self.norm_pages = torch.full((max_tokens,), -1, dtype=torch.int32, device=device)
+        self._has_norms = False
 
     def form(self, num_tokens: int) -> Form:
         """Return how a step of so many tokens is cut."""
@@ -118,14 +121,36 @@ class TritonPlan:
             # torch gives pinned memory back only after the copy: two steps may be in flight.
             host = host.pin_memory()
         self.records[: len(host)].copy_(host, non_blocking=True)
+        self._update_norms(of_token)
         return num_tiles
+
+    def _update_norms(self, of_token: npt.NDArray[np.int32]) -> None:
+        """Write each token's page of norms; nothing where no token of this step or the last has."""
+        index, bank = self.bank.norms, self.bank
+        if index is None:
+            return
+        slots = np.unique(of_token)
+        pages = {slot: bank.page_of(slot, index) for slot in slots[slots >= 0].tolist()}
+        had, self._has_norms = self._has_norms, max(pages.values(), default=-1) >= 0
+        if not (had or self._has_norms):
+            return
+        found = np.full(self.max_tokens, -1, dtype=np.int32)
+        for slot, page in pages.items():
+            found[: len(of_token)][of_token == slot] = page
+        host = torch.from_numpy(found)
+        if self.norm_pages.device.type == "cuda":
+            host = host.pin_memory()
+        self.norm_pages.copy_(host, non_blocking=True)
 
     def batch(self, num_tokens: int, num_tiles: int | None = None) -> "TritonBatch":
         """Return the data of steps of so many tokens; num_tiles: `update`'s, None to capture."""
         if num_tiles is not None:
             return TritonBatch(self, num_tokens, num_tiles)
         kind = TritonBatch if self.bank.embedding is None else TritonEnds
-        return kind(self, num_tokens, self.max_tiles(num_tokens))
+        captured = kind(self, num_tokens, self.max_tiles(num_tokens))
+        if self.bank.norms is not None:
+            captured.norm_pages = self.norm_pages[:num_tokens]
+        return captured
 
     def group(self, targets: tuple[OutputSlice, ...]) -> LaunchGroup:
         """Return what a launch for these targets reads, made once."""
@@ -146,7 +171,12 @@ class TritonPlan:
 
 
 class TritonBatch:
-    """The adapters of one step of `num_tokens` tokens, as the plan's buffers describe it."""
+    """The adapters of one step of `num_tokens` tokens, as the plan's buffers describe it.
+
+    norm_pages: see `NormAdapters`; None for a step that is not captured.
+    """
+
+    norm_pages: Tensor | None = None
 
     def __init__(self, plan: TritonPlan, num_tokens: int, num_tiles: int) -> None:
         """num_tiles: how many records of the plan are read."""

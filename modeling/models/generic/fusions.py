@@ -106,9 +106,10 @@ def _norm(module: nn.Module) -> FusedRMSNorm | None:
     probe = copy.deepcopy(module).to(device="cpu", dtype=torch.float32)
     # So small that eps has a say.
     x = torch.randn(3, len(weight), generator=torch.Generator().manual_seed(0)) * 1e-2
-    for wide in (weight.float(), weight.float() + 1.0):
+    for plus in (0.0, 1.0):
+        wide = weight.float() + plus
         if _same(probe(x), F.rms_norm(x, weight.shape, wide.cpu(), eps)):
-            return FusedRMSNorm(wide, eps, module)
+            return FusedRMSNorm(wide, eps, module, plus)
     return None
 
 

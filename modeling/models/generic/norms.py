@@ -6,18 +6,24 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from modeling.adapters.norm_rows import NormRows, OwnWeights
 from modeling.layers.fused import fused_ops
 
 
 class FusedRMSNorm(nn.Module):
     """y = w * x / sqrt(mean(x^2) + eps) over the last dimension, w in float32.
 
+    plus: by what w is more than the checkpoint's. rows: the weights of adapters, in captured steps.
     called_alone: not fused with sums, as adapters have something to do behind each norm.
     """
 
-    def __init__(self, weight: Tensor, eps: float, replaced: nn.Module | None = None) -> None:
+    def __init__(
+        self, weight: Tensor, eps: float, replaced: nn.Module | None = None, plus: float = 0.0
+    ) -> None:
         """replaced: the module of transformers that computes this of the checkpoint's weight."""
         super().__init__()
+        self.plus = plus
+        self.rows: NormRows | None = None
         # Not among the submodules: the weight would be found twice.
         self._replaced = (replaced,)
         self.weight = nn.Parameter(weight, requires_grad=False)
@@ -38,7 +44,12 @@ class FusedRMSNorm(nn.Module):
             return ahead[1]
         if self._fused is None:
             return F.rms_norm(x.float(), self.weight.shape, self.weight, self._eps).to(x.dtype)
-        return self._fused.add_rms_norm(_rows(x), None, self.weight, self._eps)[0].view(x.shape)
+        fused = self._fused.add_rms_norm
+        return fused(_rows(x), None, self.weight, self._eps, own=self._own)[0].view(x.shape)
+
+    @property
+    def _own(self) -> OwnWeights | None:
+        return None if self.rows is None else self.rows.own
 
     def after_sum(
         self, x: Tensor, residual: Tensor, inner: "FusedRMSNorm | None"
@@ -49,7 +60,13 @@ class FusedRMSNorm(nn.Module):
             return total, self(total)
         before = None if inner is None else (inner.weight, inner._eps)
         normed, total = self._fused.add_rms_norm(
-            _rows(x), _rows(residual), self.weight, self._eps, before
+            _rows(x),
+            _rows(residual),
+            self.weight,
+            self._eps,
+            before,
+            own=self._own,
+            own_inner=None if inner is None else inner._own,
         )
         return total.view(x.shape), normed.view(x.shape)
 

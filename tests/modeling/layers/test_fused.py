@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from configs.architectures.rope import POSITIONS_PER_SET
+from modeling.adapters.norm_rows import OwnWeights, rms_norm
 from modeling.attention.kv_cache import FP8, CacheScales, CacheSpec, allocate
 from modeling.layers.fused import FusedOps, casts_to_fp8, fused_ops
 from modeling.layers.rotary import rotate
@@ -45,6 +46,30 @@ def test_add_rms_norm(dtype: torch.dtype, shape: tuple[int, int], has_residual: 
     normed, stream = ops().add_rms_norm(x, residual if has_residual else None, weight, 1e-5)
     check(normed, expected, dtype)
     assert torch.equal(stream, total)
+
+
+@gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("shape", "per_token"), [((5, 4096), 1), ((20, 128), 4)])
+def test_norms_by_the_weights_of_adapters(
+    dtype: torch.dtype, shape: tuple[int, int], per_token: int
+) -> None:
+    """Beside a norm before the sum, with weights of its own."""
+    size = shape[1]
+    x, residual = (torch.randn(shape, device=CUDA).to(dtype) for _ in range(2))
+    weight, inner = (torch.randn(size, device=CUDA) for _ in range(2))
+    pool = torch.randn(6, 3 * size + 1, device=CUDA).to(dtype)
+    pages = torch.tensor([2, -1, 5, 0, -1], dtype=torch.int32, device=CUDA)
+    own = OwnWeights(pool[:, size : 2 * size], pages, 1.0)
+    before = OwnWeights(pool[:, 2 * size + 1 :], pages)
+    normed, stream = ops().add_rms_norm(
+        x, residual, weight, 1e-5, (inner, 1e-6), own=own, own_inner=before
+    )
+    inside = rms_norm(x.view(5, per_token, size), inner, 1e-6, before).view(shape)
+    total = (inside.float() + residual.float()).to(dtype)
+    check(stream, total, dtype)
+    check(normed, rms_norm(stream.view(5, per_token, size), weight, 1e-5, own).view(shape), dtype)
 
 
 @gpu
