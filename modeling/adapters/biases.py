@@ -1,10 +1,11 @@
 """Biases in a PEFT file: B's own (lora_bias), and the base model's as trained (bias).
 
 A bias of B is added to the outputs as B A x is, with the same scaling. A trained bias of the base
-model replaces its bias; the difference is added.
+model replaces its bias; the difference is added. A module without factors that has such a bias
+(bias="all") takes one LoRA rank row of zeros.
 """
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Container, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -62,14 +63,19 @@ class BiasTensors:
             refuse(f"bias={plan.bias!r}: it changes the model before the invocation too")
         for module, key in (*self.added.items(), *self.replaced.items()):
             projection = projections[known[module].projection]
-            if projection.kind is not ProjectionKind.LINEAR or module not in modules:
+            is_added = key in self.added.values()
+            if projection.kind is not ProjectionKind.LINEAR or (is_added and module not in modules):
                 refuse(
-                    f"{key} is the bias of no adapted linear module inside the layers; retrain "
-                    'with bias="lora_only", or merge the adapter into the base model'
+                    f"{key} is the bias of no adapted linear module inside the layers: merge the "
+                    "adapter into the base model"
                 )
             check_outputs(file, key, projection)
-            if key in self.replaced.values() and not projection.has_bias:
+            if not (is_added or projection.has_bias):
                 refuse(f"{key}: this model's {projection.name} has no bias")
+
+    def alone(self, modules: Container[str]) -> list[str]:
+        """Return the modules with a bias of the base model and no factors."""
+        return [module for module in self.replaced if module not in modules]
 
     def read(
         self, file: TensorFile, modules: Sequence[str], scales: Sequence[float]

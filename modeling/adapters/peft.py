@@ -102,6 +102,8 @@ def _check_file(
     faults = Faults()
     adapter = _find_others(adapter, base, faults)
     adapter = replace(adapter, modules=_match(file.keys(), adapter, faults))
+    alone = adapter.biases.alone(adapter.modules)
+    adapter = replace(adapter, bare={module: known[module] for module in alone})
     _check_tensors(adapter, faults)
     # It compares values, so types and shapes must be right.
     if not faults:

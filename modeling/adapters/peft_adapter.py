@@ -38,6 +38,7 @@ class PeftAdapter:
     file: open, holds the tensors.
     plan: ranks and scalings.
     modules: the adapted modules' positions by path.
+    bare: those of modules with a trained bias and no factors.
     projections: the model's.
     ends: tensors of embedding and head besides factors.
     score: its classification head; None without one.
@@ -55,13 +56,15 @@ class PeftAdapter:
     biases: BiasTensors = field(default_factory=BiasTensors)
     tokens: tuple[TokenTensor, ...] = ()
     norms: NormTensors = field(default_factory=NormTensors)
+    bare: dict[str, ModulePosition] = field(default_factory=dict)
 
     @property
     def other_names(self) -> set[str]:
         """Return the names of all tensors that are no factors."""
         score = set() if self.score is None else {self.score.key}
         tokens = {each.key for each in self.tokens}
-        return self.ends.names | self.biases.names | score | tokens | self.norms.vectors.keys()
+        norms = self.norms.vectors.keys() | self.norms.idle
+        return self.ends.names | self.biases.names | score | tokens | norms
 
     @property
     def is_scaled(self) -> bool:
@@ -85,6 +88,7 @@ class PeftAdapter:
             whole[self.score.position] = self.score.num_labels
         if self.norms.position is not None:
             whole[self.norms.position] = 1
+        whole |= dict.fromkeys(self.bare.values(), 1)
         whole |= {at: len(each.ids) for each in self.tokens for at in each.positions}
         return whole | {at: self.plan.rank_of(name) for name, at in self.modules.items()}
 
@@ -113,6 +117,8 @@ class PeftAdapter:
             count = max(1, STACK_NUMBERS // (rank * widest))
             for first in range(0, len(names), count):
                 yield partial(self._stack, index, names[first : first + count])
+        for module, at in self.bare.items():
+            yield partial(self._zeros, module, at)
         for each in self.tokens:
             yield partial(self._token_stacks, each)
 
@@ -128,6 +134,15 @@ class PeftAdapter:
     def _token_stacks(self, tokens: TokenTensor) -> list[LoraStack]:
         with reading():
             return list(tokens.stacks(self.file))
+
+    def _zeros(self, module: str, at: ModulePosition) -> list[LoraStack]:
+        """Return a module's trained bias behind factors that add nothing."""
+        projection = self.projections[at.projection]
+        a = torch.zeros(1, 1, projection.in_features)
+        b = torch.zeros(1, projection.out_features, 1)
+        with reading():
+            _, base_biases = self.biases.read(self.file, [module], [1.0])
+        return [LoraStack(at.projection, (at.layer,), a, b, base_biases=base_biases)]
 
     def _stack(self, index: int, names: Sequence[str]) -> list[LoraStack]:
         factors_of = [self.names(name) for name in names]

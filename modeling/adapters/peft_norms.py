@@ -21,11 +21,13 @@ class NormTensors:
 
     position: of the norms' projection.
     entries: those of modules_to_save that mean norms, or nothing in this model and this file.
+    idle: tensors that PEFT saves of the same norms and does not read.
     """
 
     vectors: dict[str, NormVector] = field(default_factory=dict)
     position: ModulePosition | None = None
     entries: frozenset[str] = frozenset()
+    idle: frozenset[str] = frozenset()
 
     def read(self, file: TensorFile, projection: Projection) -> Matrix:
         """Read them among the base model's; refuses values that are not finite."""
@@ -74,7 +76,8 @@ def find_norms(
                 "the adapter for another base model?"
             )
     position = ModulePosition(index, 0) if found else None
-    return NormTensors(found, position, frozenset(entries))
+    idle = {name for key in found for name in _unread(key)}
+    return NormTensors(found, position, frozenset(entries), frozenset(idle & keys))
 
 
 def without_norms(plan: LoraPlan, norms: NormTensors) -> LoraPlan:
@@ -91,6 +94,12 @@ def _saved(vector: NormVector, keys: Set[str]) -> tuple[str, NormVector]:
             f"{len(present)}: save the adapter again"
         )
     return present[0], vector
+
+
+def _unread(key: str) -> tuple[str, ...]:
+    """Return what bias="all" saves of a norm besides the tensor that is read."""
+    path, _, name = key.rpartition(".")
+    return tuple(f"{path}.{wrapper}.{name}" for wrapper in ("modules_to_save", "original_module"))
 
 
 def _is_of(key: str, entry: str) -> bool:

@@ -77,7 +77,7 @@ class RowNorms:
         parts = [
             self._part(stack, index)
             for stack in stacks
-            if self._projections[stack.projection].cuts_inputs
+            if self._projections[stack.projection].cuts_inputs and stack.magnitudes is not None
             for index in range(len(stack.layers))
         ]
         if parts:

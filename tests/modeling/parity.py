@@ -304,9 +304,9 @@ FAMILIES: dict[str, Family] = {
         {
             **_norms(("c_attn", "mlp.c_proj"), "ln_1", "ln_2", "ln_f", fan_in_fan_out=True),
             "biases": AdapterRecipe(
-                target_modules=("c_attn", "attn.c_proj", "c_fc", "mlp.c_proj"),
+                target_modules=("c_attn",),
                 seed=95,
-                extra={"bias": "all", "fan_in_fan_out": True},
+                extra={"bias": "all", "modules_to_save": ["ln_f"], "fan_in_fan_out": True},
             ),
         },
     ),

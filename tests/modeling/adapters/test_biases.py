@@ -59,9 +59,6 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str], Projection]] = {
     "norm.bias is the bias of no adaptable linear": (
         {"bias": "all"}, ["base_model.model.model.norm.bias"], BIASED,
     ),
-    "layers.1.up.bias is the bias of no adapted": (
-        {"bias": "all"}, ["base_model.model.model.layers.1.up.bias"], BIASED,
-    ),
     "lora_B.bias belongs to no adaptable module": ({}, [OF_B], BIASED),
     "base_layer.bias belongs to no adaptable module": ({}, [OF_BASE], BIASED),
     "bias='some' must be none, lora_only or all": ({"bias": "some"}, [], BIASED),
