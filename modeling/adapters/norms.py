@@ -130,7 +130,7 @@ class AdaptedNorms:
 
     @contextmanager
     def captured(self, adapters: object) -> Iterator[None]:
-        """Compute what is captured with these adapters' data, if it says which norms are whose."""
+        """Compute what is captured with these adapters' data, if it names the tokens' pages."""
         pages = adapters.norm_pages if isinstance(adapters, NormAdapters) else None
         self._step.pages = pages if self.capturable else None
         try:
