@@ -67,8 +67,16 @@ def measure(
     server.start()
     try:
         adapters = parsed.adapters or adapters_of(server)
-        questions = questions_of(server, adapters)
-        if parsed.answers is not None and (wrong := wrong_answers(questions, parsed.answers)):
+        if set(names) == {"cold"}:
+            # Nothing is answered before: the first requests find adapters that were never seen.
+            questions = [Question(PROMPTS[0], adapter, "") for adapter in adapters]
+        else:
+            questions = questions_of(server, adapters)
+        if (
+            parsed.answers is not None
+            and set(names) != {"cold"}
+            and (wrong := wrong_answers(questions, parsed.answers))
+        ):
             raise SystemExit("these answers are wrong before any kill:\n" + "\n".join(wrong))
         for name in names:
             if name == "kill":

@@ -4,7 +4,7 @@ import asyncio
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -17,6 +17,8 @@ from benchmarks.serving import percentile
 
 BEFORE_S, AFTER_S = 5.0, 5.0
 BACK_S = 300.0
+BESIDE, BESIDE_TOKENS, BESIDE_ADAPTERS, QUIET_S = 60, 2000, 8, 2.0
+"""Streams beside a cold adapter, their most tokens, how many adapters come, seconds before them."""
 BLOWS = {
     "rank": ("rank", signal.SIGKILL),
     "driver": ("driver", signal.SIGKILL),
@@ -81,21 +83,73 @@ def scale(server: RecoveryServer, questions: Sequence[Question]) -> Iterator[Row
 
 
 def cold(server: RecoveryServer, questions: Sequence[Question], rounds: int = 5) -> Iterator[Row]:
-    """First tokens of all adapters at once, dropped from memory before; files are in the cache."""
+    """First tokens of all adapters at once, dropped from memory before; files are in the cache.
+
+    Then one after the other beside BESIDE streams of the base model.
+    """
     own = {q.adapter: q for q in questions if q.adapter is not None}
     if not own:
         return
-    firsts: list[float] = []
+    rows = [asyncio.run(first_tokens(server.url, list(own.values())))]
     for _ in range(rounds):
-        for name in own:
-            httpx.delete(f"{server.url}/v1/adapters/{name}", timeout=60).raise_for_status()
-        firsts += asyncio.run(first_tokens(server.url, list(own.values())))
+        drop(server, own)
+        rows.append(asyncio.run(first_tokens(server.url, list(own.values()))))
+    firsts = [seconds for row in rows[1:] for seconds in row]
     yield {
         "case": "cold",
         "adapters": len(own),
         "rounds": rounds,
+        "never_seen_p50_ms": percentile(rows[0], 0.5),
+        "never_seen_p99_ms": percentile(rows[0], 0.99),
         "first_token_p50_ms": percentile(firsts, 0.5),
         "first_token_p99_ms": percentile(firsts, 0.99),
+    }
+    drop(server, own)
+    yield {"case": "cold", "beside": BESIDE, **asyncio.run(beside(server.url, list(own.values())))}
+
+
+def drop(server: RecoveryServer, names: Iterable[str]) -> None:
+    """Have the server forget adapters' copies in host and device memory."""
+    for name in names:
+        httpx.delete(f"{server.url}/v1/adapters/{name}", timeout=60).raise_for_status()
+
+
+async def beside(url: str, questions: Sequence[Question]) -> Row:
+    """First tokens of single adapters beside long streams, and those streams' gaps meanwhile."""
+    gaps: dict[bool, list[float]] = {False: [], True: []}
+    loading, firsts = asyncio.Event(), []
+
+    async def stream(session: aiohttp.ClientSession) -> None:
+        last = None
+        wanted = {"max_new_tokens": BESIDE_TOKENS, "ignore_eos_token": True}
+        body = {"inputs": questions[0].prompt, "parameters": wanted}
+        async with session.post(f"{url}/generate_stream", json=body) as reply:
+            async for line in reply.content:
+                if line.startswith(b"data:"):
+                    now = time.monotonic()
+                    if last is not None:
+                        gaps[loading.is_set()].append(now - last)
+                    last = now
+
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        streams = [asyncio.create_task(stream(session)) for _ in range(BESIDE)]
+        await asyncio.sleep(QUIET_S)
+        for question in questions[:BESIDE_ADAPTERS]:
+            loading.set()
+            firsts += await first_tokens(url, [question])
+            loading.clear()
+            await asyncio.sleep(QUIET_S / 4)
+        alive = sum(not each.done() for each in streams)
+        for each in streams:
+            each.cancel()
+        await asyncio.gather(*streams, return_exceptions=True)
+    return {
+        "streams_alive": alive,
+        "first_token_p50_ms": percentile(firsts, 0.5),
+        "first_token_max_ms": percentile(firsts, 1.0),
+        "gap_p99_ms": percentile(gaps[False], 0.99),
+        "gap_p99_meanwhile_ms": percentile(gaps[True], 0.99),
+        "gap_max_meanwhile_ms": percentile(gaps[True], 1.0),
     }
 
 

@@ -45,7 +45,7 @@ from sharding.tensor_file import WHOLE_BYTES
 from sources.files import fingerprint
 
 MAX_CHUNK_BYTES = 2**20
-_WRITERS = 4
+_WRITERS = 8
 """Threads that write one large adapter. Small ones are not worth their turns of the interpreter."""
 
 CHUNKS_OF_PAGE = 16

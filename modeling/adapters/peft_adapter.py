@@ -26,9 +26,9 @@ from modeling.adapters.projection import ModulePosition, Projection
 from modeling.adapters.stacks import LoraModule, LoraStack, StackReader
 from sharding.tensor_file import TensorFile
 
-STACK_NUMBERS = 2**19
-"""Most elements of a stack's factor, 2 MiB in float32: malloc returns much larger blocks to the
-system at each free, and every stack would pay for new pages."""
+STACK_NUMBERS = 2**18
+"""Most elements of a stack's factor, 1 MiB in float32: malloc returns larger blocks to the system
+at each free, and every stack would pay for new pages, which doubles what staging takes."""
 
 
 @dataclass(frozen=True)
@@ -152,11 +152,10 @@ class PeftAdapter:
         if factors_of[0].flipped:
             a, b = a.transpose(1, 2), b.transpose(1, 2)
         b = factors_of[0].own(b)
-        if a.dtype is torch.float64:
-            a = a.float()
+        a, b = (each.float() if each.dtype is torch.float64 else each for each in (a, b))
         scales = [self.plan.scaling_of(name) for name in names]
         # The scaling is folded in here, in float32, before B is rounded to the pools' type.
-        b = b.float() * torch.tensor(scales).view(-1, 1, 1)
+        b = b * torch.tensor(scales).view(-1, 1, 1)
         for keys, factors in ((keys_a, a), (keys_b, b)):
             # One sum for the whole stack; only if it is not finite, a look at each tensor.
             if not torch.isfinite(factors.sum(dtype=torch.float32)):
