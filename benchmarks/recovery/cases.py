@@ -19,6 +19,7 @@ BEFORE_S, AFTER_S = 5.0, 5.0
 BACK_S = 300.0
 BESIDE, BESIDE_TOKENS, BESIDE_ADAPTERS, QUIET_S = 60, 2000, 8, 2.0
 """Streams beside a cold adapter, their most tokens, how many adapters come, seconds before them."""
+PROMPT_TOKENS = 64
 BLOWS = {
     "rank": ("rank", signal.SIGKILL),
     "driver": ("driver", signal.SIGKILL),
@@ -118,12 +119,15 @@ async def beside(url: str, questions: Sequence[Question]) -> Row:
     """First tokens of single adapters beside long streams, and those streams' gaps meanwhile."""
     gaps: dict[bool, list[float]] = {False: [], True: []}
     loading, firsts = asyncio.Event(), []
+    longest = httpx.get(f"{url}/info", timeout=60).raise_for_status().json()["max_total_tokens"]
+    tokens = min(BESIDE_TOKENS, longest - PROMPT_TOKENS)
 
     async def stream(session: aiohttp.ClientSession) -> None:
         last = None
-        wanted = {"max_new_tokens": BESIDE_TOKENS, "ignore_eos_token": True}
+        wanted = {"max_new_tokens": tokens, "ignore_eos_token": True}
         body = {"inputs": questions[0].prompt, "parameters": wanted}
         async with session.post(f"{url}/generate_stream", json=body) as reply:
+            reply.raise_for_status()
             async for line in reply.content:
                 if line.startswith(b"data:"):
                     now = time.monotonic()

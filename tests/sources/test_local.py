@@ -1,12 +1,14 @@
 """Names become folders: roots are walls, sizes are bounded, damaged files are refused at once."""
 
+import hashlib
 import os
 from pathlib import Path
 
 import pytest
 
 from configs.wire.adapters import AdapterError, AdapterReference, AdapterRefusal, AdapterSource
-from sources.files import content_digest
+from sources.base import AdapterFolder
+from sources.files import content_digest, fingerprint
 from tests.sources.adapter_files import (
     adapter_files,
     fetch,
@@ -107,6 +109,30 @@ def test_the_digest_is_that_of_the_content(tmp_path: Path) -> None:
     red, same, other, chat = (content_digest(fetch(store, local(name))) for name in names)
     assert red == same
     assert len({red, other, chat}) == 3
+
+
+def test_the_digest_of_a_large_file_is_that_of_all_its_pieces(tmp_path: Path) -> None:
+    """Threads hash them, and the result has their order."""
+    folder = write(tmp_path / "red")
+    path = folder / "adapter_model.safetensors"
+    whole = bytearray(os.urandom(6 * 2**20 + 5))
+    changed = bytearray(whole)
+    changed[-1] ^= 1
+    swapped = whole[2**20 : 2**21] + whole[: 2**20] + whole[2**21 :]
+    found = []
+    for content in (whole, changed, swapped, whole):
+        path.write_bytes(content)
+        files = AdapterFolder(folder, fingerprint(folder), "")
+        found.append(content_digest(files))
+    assert found[0] == found[3]
+    assert len(set(found)) == 3
+    digest = hashlib.blake2b(digest_size=20)
+    for name, size, _ in files.fingerprint:
+        content = (folder / name).read_bytes()
+        digest.update(f"{name}:{size}\n".encode())
+        for first in range(0, size, 2**20):
+            digest.update(hashlib.sha256(content[first : first + 2**20]).digest())
+    assert found[0] == digest.hexdigest()
 
 
 def test_adapters_under_the_roots_are_listed(tmp_path: Path) -> None:
