@@ -106,7 +106,9 @@ def cold(server: RecoveryServer, questions: Sequence[Question], rounds: int = 5)
         "first_token_p99_ms": percentile(firsts, 0.99),
     }
     drop(server, own)
-    yield {"case": "cold", "beside": BESIDE, **asyncio.run(beside(server.url, list(own.values())))}
+    info = httpx.get(f"{server.url}/info", timeout=60).raise_for_status().json()
+    row = asyncio.run(beside(server.url, list(own.values()), info["max_total_tokens"]))
+    yield {"case": "cold", "beside": BESIDE, **row}
 
 
 def drop(server: RecoveryServer, names: Iterable[str]) -> None:
@@ -115,16 +117,20 @@ def drop(server: RecoveryServer, names: Iterable[str]) -> None:
         httpx.delete(f"{server.url}/v1/adapters/{name}", timeout=60).raise_for_status()
 
 
-async def beside(url: str, questions: Sequence[Question]) -> Row:
-    """First tokens of single adapters beside long streams, and those streams' gaps meanwhile."""
+async def beside(url: str, questions: Sequence[Question], longest: int) -> Row:
+    """First tokens of single adapters beside long streams, and those streams' gaps meanwhile.
+
+    longest: tokens of a sequence.
+    """
     gaps: dict[bool, list[float]] = {False: [], True: []}
     loading, firsts = asyncio.Event(), []
-    longest = httpx.get(f"{url}/info", timeout=60).raise_for_status().json()["max_total_tokens"]
-    tokens = min(BESIDE_TOKENS, longest - PROMPT_TOKENS)
 
     async def stream(session: aiohttp.ClientSession) -> None:
         last = None
-        wanted = {"max_new_tokens": tokens, "ignore_eos_token": True}
+        wanted = {
+            "max_new_tokens": min(BESIDE_TOKENS, longest - PROMPT_TOKENS),
+            "ignore_eos_token": True,
+        }
         body = {"inputs": questions[0].prompt, "parameters": wanted}
         async with session.post(f"{url}/generate_stream", json=body) as reply:
             reply.raise_for_status()

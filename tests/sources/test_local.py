@@ -128,10 +128,10 @@ def test_the_digest_of_a_large_file_is_that_of_all_its_pieces(tmp_path: Path) ->
     assert len(set(found)) == 3
     digest = hashlib.blake2b(digest_size=20)
     for name, size, _ in files.fingerprint:
-        content = (folder / name).read_bytes()
+        read = (folder / name).read_bytes()
         digest.update(f"{name}:{size}\n".encode())
         for first in range(0, size, 2**20):
-            digest.update(hashlib.sha256(content[first : first + 2**20]).digest())
+            digest.update(hashlib.sha256(read[first : first + 2**20]).digest())
     assert found[0] == digest.hexdigest()
 
 
