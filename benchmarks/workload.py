@@ -89,6 +89,26 @@ SHAPES: dict[str, dict[str, Any]] = {
         "no_rope_layers": [1] * 32,
         "pad_token_id": 0,
     },
+    "qwen3-30b-a3b": {
+        **_LLAMA3,
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+    },
     "llama-200m": {
         **_LLAMA3,
         "vocab_size": 2048,
@@ -118,7 +138,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 """config.json of each model shape that the benchmarks know; smollm3-8b is Llama 3's by another
 class, which is paged through transformers' modules."""
 
-TARGETS: dict[str, tuple[str, ...]] = {"gemma2-9b": ("q_proj", "k_proj", "v_proj", "o_proj")}
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+TARGETS: dict[str, tuple[str, ...]] = {"gemma2-9b": _ATTENTION, "qwen3-30b-a3b": _ATTENTION}
 """The linear maps that adapters change, by shape; all seven where it is not here."""
 
 PEOPLE = {

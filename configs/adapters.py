@@ -106,6 +106,8 @@ class AdaptersConfig(Config):
     many pages in their pools as in the others, unless vocabulary_pages says otherwise.
     vocabulary_pages: pages of 8 LoRA rank rows in the pools of embedding and head. None: an eighth
     of the other pools', but enough for one adapter of max_rank.
+    expert_pages: pages of 8 LoRA rank rows of every expert in the pools of experts' factors. None:
+    what fits into half of the pools' memory, at most as many as all adapters could use.
     vocabulary_copies: adapters with a whole embedding or head of their own (PEFT's
     modules_to_save) that may be on the device at once; each takes both matrices' bytes.
     host_bytes: the host tier of each rank, allocated at start and, for CUDA, pinned.
@@ -135,6 +137,7 @@ class AdaptersConfig(Config):
     max_rank: PositiveInt = 128
     vocabulary: bool | None = None
     vocabulary_pages: PositiveInt | None = None
+    expert_pages: NonNegativeInt | None = None
     vocabulary_copies: NonNegativeInt = 0
     host_bytes: PositiveInt = 4 * 2**30
     staging_threads: PositiveInt = 4

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from tests import solar
@@ -222,6 +223,8 @@ class AdapterRecipe:
     std: of B's entries; A's are normal with std 0.3. The default moves the logits by about two.
     extra: further keywords for LoraConfig (rank_pattern, alpha_pattern, ...).
     save_embeddings: whether the base weights of adapted embeddings and heads are saved too.
+    modules: factors of routed experts as modules of single experts, which PEFT over transformers 4
+    wrote; "joined": as PEFT saves those again.
     """
 
     r: int = 4
@@ -233,6 +236,7 @@ class AdapterRecipe:
     std: float = 0.1
     extra: dict[str, Any] = field(default_factory=dict)
     save_embeddings: bool | Literal["auto"] = "auto"
+    modules: Literal["", "single", "joined"] = ""
 
 
 def write_adapter(folder: Path, model_folder: Path, recipe: AdapterRecipe | None = None) -> Path:
@@ -264,7 +268,41 @@ def write_adapter(folder: Path, model_folder: Path, recipe: AdapterRecipe | None
             elif "modules_to_save" in name or "trainable_tokens_delta" in name:
                 parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
     model.save_pretrained(str(folder), save_embedding_layers=recipe.save_embeddings)
+    if recipe.modules:
+        split_experts(folder, recipe)
+    if recipe.modules == "joined":
+        joined: Any = PeftModel.from_pretrained(load_oracle(model_folder), str(folder))
+        joined.save_pretrained(str(folder))
     return folder
+
+
+def split_experts(folder: Path, recipe: AdapterRecipe) -> None:
+    """Write an adapter's experts as modules of their own, with the same random numbers."""
+    tensors = load_file(folder / "adapter_model.safetensors")
+    fields = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    old = "w1" in recipe.target_modules
+    names = ("w1", "w3", "w2") if old else ("gate_proj", "up_proj", "down_proj")
+    split = {key: value for key, value in tensors.items() if ".experts." not in key}
+    for key in [key for key in tensors if ".experts.base_layer.lora_A" in key]:
+        path = key.partition(".base_layer")[0]
+        a, b = (tensors[f"{path}.base_layer.lora_{side}.weight"] for side in "AB")
+        down_a, down_b = (tensors[f"{path}.lora_{side}.weight"] for side in "AB")
+        path = path.replace(".mlp.", ".block_sparse_moe.") if old else path
+        count, half, r = len(down_a) // recipe.r, len(b) // 2, recipe.r
+        for expert in range(count):
+            at = slice(2 * r * expert, 2 * r * expert + r), slice(r * expert, r * expert + r)
+            factors = (
+                (a[at[0]], b[:half, at[1]]),
+                (a[at[0].stop : at[0].stop + r], b[half:, at[1]]),
+                (down_a[at[1]], down_b[:, at[1]]),
+            )
+            for name, (own_a, own_b) in zip(names, factors, strict=True):
+                split[f"{path}.{expert}.{name}.lora_A.weight"] = own_a.contiguous()
+                split[f"{path}.{expert}.{name}.lora_B.weight"] = own_b.contiguous()
+    save_file(split, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    fields |= {"target_modules": list(recipe.target_modules), "target_parameters": None}
+    fields |= {"rank_pattern": {}, "alpha_pattern": {}}
+    (folder / "adapter_config.json").write_text(json.dumps(fields), encoding="utf-8")
 
 
 def load_oracle(folder: Path, dtype: DTypeName = "float32") -> Any:

@@ -24,8 +24,8 @@ SERVED_NOTES: Mapping[str, str] = {
     "target_modules": "the file may adapt no module that this and the next leave out; not guessed",
     "trainable_token_indices": "of embedding and head; not in merges, with activated LoRA, beside "
     "factors or a whole matrix of the same module, or over padded models",
-    "target_parameters": "weights of linear modules, of embedding and head; not in merges; "
-    "parameters of experts are refused",
+    "target_parameters": "weights of linear modules, of routed experts, of embedding and head; not "
+    "in merges",
     "exclude_modules": "as PEFT matches it",
     "alora_invocation_tokens": "from the prompt's last invocation on, the base model before; 256 "
     "tokens at most; not in merges, with embedding or head, or over padded models",

@@ -91,3 +91,8 @@ def _print_cost(cost: AdapterCost) -> None:
         f"  on one rank: {cost.pages} pages, {cost.page_bytes / 2**20:.1f} MiB in 16 bits; "
         f"a token: {cost.share:.1%} of the multiplications of the base's adaptable modules"
     )
+    if cost.expert_pages:
+        typer.echo(
+            f"  on experts: needs adapters.expert_pages of {cost.expert_pages} and as much of "
+            "adapters.host_bytes; its steps are not captured"
+        )

@@ -1,6 +1,6 @@
 """AdapterBank: one rank's adapters, staged in host memory and loaded into device pools."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import starmap
@@ -52,6 +52,7 @@ class BankSize:
     host_bytes: bytes of the pool of staged adapters.
     copies: pages, of one matrix each, in the pools of whole embeddings and heads.
     vocabulary_pages: pages in the pools of their factors; None: as in the others.
+    expert_pages: pages in the pools of experts' factors; None: as in the others.
     """
 
     pages: int
@@ -60,6 +61,7 @@ class BankSize:
     host_bytes: int
     copies: int = 0
     vocabulary_pages: int | None = None
+    expert_pages: int | None = None
 
     def pages_of(self, projection: Projection) -> int:
         """Return the number of pages in one projection's pool."""
@@ -69,6 +71,8 @@ class BankSize:
             return min(self.slots, self.pages)  # Each adapter takes one.
         if projection.kind in WHOLE_KINDS and self.vocabulary_pages is not None:
             return self.vocabulary_pages
+        if projection.kind is ProjectionKind.EXPERTS and self.expert_pages is not None:
+            return self.expert_pages
         return self.pages
 
 
@@ -113,6 +117,16 @@ class DeviceAdapter:
     def rank(self, projection: int, layer: int) -> int:
         """Return the true rank in a projection and layer; 0 where it is not adapted."""
         return self._ranks[projection][layer]
+
+    def adapts(self, projection: int) -> bool:
+        """Return whether it changes a projection in some layer."""
+        return any(self._ranks[projection])
+
+    def stacked(self, projection: int, first: int, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield each page's rows of consecutive layers: a [count, 8, in], bt [count, 8, out]."""
+        pool = self._pools[projection]
+        for page in self._pages[projection]:
+            yield pool.a[page, first : first + count], pool.bt[page, first : first + count]
 
     def factors(self, projection: int, layer: int) -> Factors:
         """Return the first `rank` rows of both factors, through the page table.
@@ -184,7 +198,7 @@ class AdapterBank:
     thread that launches steps: they order copies and kernels.
 
     page_table: int32 [slots, projections, pages of max_rank], on the device.
-    ranks: int32 [slots, projections, layers], on the device.
+    ranks: int32 [slots, projections, layers], on the device; without experts.
     embedding, head, norms: the index of each one's projection; None where adapters cannot change
     it.
     output_rows: int32 [slots, projections, 2], on the device: `DeviceAdapter.output_rows`.
@@ -213,7 +227,8 @@ class AdapterBank:
         self.pools = tuple(
             _empty_pool(p, size.pages_of(p), dtype, device) for p in self.projections
         )
-        layers = max((p.num_ranked for p in self.projections), default=0)
+        ranked = [p for p in self.projections if p.kind is not ProjectionKind.EXPERTS]
+        layers = max((p.num_ranked for p in ranked), default=0)
         count = len(self.projections)
         max_pages = -(-size.max_rank // PAGE_ROWS)
         self.page_table = torch.zeros(
@@ -291,10 +306,9 @@ class AdapterBank:
             self._copy(staged, slot, table)
             self._copy_tables(staged, slot, table, adapter)
         self._loaded[slot] = adapter
-        for index, projection in enumerate(self.projections):
-            if projection.kind in self._slots_of_kind:
-                slots = self._slots_of_kind[projection.kind]
-                (slots.add if adapter.rank(index, 0) else slots.discard)(slot)
+        changed = {p.kind for i, p in enumerate(self.projections) if adapter.adapts(i)}
+        for kind, slots in self._slots_of_kind.items():
+            (slots.add if kind in changed else slots.discard)(slot)
         self._copy_of_slot[slot] = self._last_copy[key] = copied
         return copied
 
@@ -320,9 +334,9 @@ class AdapterBank:
         return -1 if adapter is None else adapter.page(projection)
 
     def adapts(self, slot: int, projection: int) -> bool:
-        """Return whether a slot's adapter, if any, changes a projection's first layer."""
+        """Return whether a slot's adapter, if any, changes a projection."""
         adapter = self._loaded[slot]
-        return adapter is not None and adapter.rank(projection, 0) > 0
+        return adapter is not None and adapter.adapts(projection)
 
     def changes(self, slots: Sequence[int], kinds: Iterable[ProjectionKind]) -> bool:
         """Return whether an adapter of these slots (-1: base) changes a projection of some kinds.
@@ -362,11 +376,12 @@ class AdapterBank:
     ) -> None:
         rows = self._host_table[slot].zero_()
         for projection, row, part in zip(self.projections, rows, table, strict=True):
-            if projection.kind is not ProjectionKind.SCORE:  # No kernel reads its pages.
+            # No kernel reads the pages of these.
+            if projection.kind not in (ProjectionKind.SCORE, ProjectionKind.EXPERTS):
                 # A page of scales alone may lie behind those of the largest rank.
                 named = part[: len(row)]
                 row[: len(named)] = torch.tensor(named, dtype=torch.int32)
-        self._host_ranks[slot] = staged.ranks
+        self._host_ranks[slot] = staged.ranks[:, : self._host_ranks.shape[2]]
         self.page_table[slot].copy_(rows, non_blocking=True)
         self.ranks[slot].copy_(self._host_ranks[slot], non_blocking=True)
         own = [adapter.output_rows(index) for index in range(len(self.projections))]

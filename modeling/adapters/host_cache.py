@@ -36,6 +36,7 @@ from modeling.adapters.projection import (
     BaseRows,
     ModulePosition,
     Projection,
+    ProjectionKind,
     select_columns,
 )
 from modeling.adapters.row_norms import RowNorms, SummedRows
@@ -235,6 +236,8 @@ class HostAdapterCache:
         for projection, count, most in needs:
             if count > most:
                 setting = "vocabulary_pages" if projection.kind in WHOLE_KINDS else "device_pages"
+                if projection.kind is ProjectionKind.EXPERTS:
+                    setting = "expert_pages"
                 raise AdapterError(
                     AdapterRefusal.TOO_LARGE,
                     f"the adapter needs {count} pages of {projection.name}, this server's pool "

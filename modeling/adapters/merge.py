@@ -206,6 +206,8 @@ def _check_factors_alone(adapter: PeftAdapter) -> None:
         refuse("it brings norms, which PEFT does not merge: use it alone")
     if adapter.plan.parts or isinstance(adapter.plan, JoinedPlan):
         refuse("it adapts fused modules, or parts of those that this model fuses: use it alone")
+    if adapter.experts.ranks:
+        refuse("it adapts routed experts, which is not served in merges: use it alone")
     if adapter.plan.parameters.names:
         refuse("target_parameters: PEFT does not merge adapters of bare parameters: use it alone")
     if adapter.plan.use_dora:

@@ -23,6 +23,7 @@ from modeling.adapters.peft_ends import (
     find_ends,
     is_tied,
 )
+from modeling.adapters.peft_experts import find_experts
 from modeling.adapters.peft_fused import find_parts
 from modeling.adapters.peft_joined import join_parts
 from modeling.adapters.peft_names import WEIGHTS_NAME, open_tensors
@@ -139,6 +140,8 @@ def _find_others(adapter: PeftAdapter, base: Mapping[str, BaseRows], faults: Fau
         adapter = replace(adapter, score=find_score(file, plan, projections))
     with faults.gather():
         adapter = replace(adapter, tokens=find_tokens(file, plan, projections))
+    with faults.gather():
+        adapter = replace(adapter, experts=find_experts(file, plan, projections))
     plan = without_score(plan, keys)
     with faults.gather():
         adapter = replace(adapter, norms=find_norms(file, plan, projections, adapter.modules))
@@ -195,8 +198,11 @@ def _match(keys: Iterable[str], adapter: PeftAdapter, faults: Faults) -> dict[st
             missing = names.a if side == "A" else names.b
             with faults.gather():
                 refuse(f"{missing} is missing beside its partner: the file is incomplete")
-    has_others = adapter.ends.matrices or adapter.score or adapter.tokens or adapter.norms.vectors
-    if not (found or has_others or faults):
+    others = (
+        *(adapter.ends.matrices, adapter.score, adapter.tokens, adapter.norms.vectors),
+        adapter.experts.ranks,
+    )
+    if not (found or any(others) or faults):
         refuse(f"{WEIGHTS_NAME} holds no LoRA tensor: it adapts nothing")
     # In the model's order, so that staging writes the pools in memory order.
     whole = {module for module, sides in found.items() if len(sides) == 2}
@@ -224,8 +230,8 @@ def _refuse_tensor(key: str, adapter: PeftAdapter) -> NoReturn:
         )
     if adapter.plan.parameters.names and FACTOR in key:
         refuse(
-            f"target_parameters: {key} adapts no linear module's weight (experts keep theirs in "
-            "three dimensions), which is not served: merge the adapter into the base model"
+            f"target_parameters: {key} adapts neither a linear module's weight nor experts that "
+            "are known here, which is not served: merge the adapter into the base model"
         )
     names = sorted({module.rsplit(".", 1)[-1] for module in known})
     refuse(
@@ -236,8 +242,12 @@ def _refuse_tensor(key: str, adapter: PeftAdapter) -> NoReturn:
 
 
 def _check_ranks(adapter: PeftAdapter, max_rank: int) -> None:
-    for module in adapter.modules:
-        rank = adapter.plan.rank_of(module)
+    ranks = {module: adapter.plan.rank_of(module) for module in adapter.modules}
+    experts = adapter.experts.ranks
+    widest = max(experts, key=lambda at: experts[at], default=None)
+    if widest is not None:
+        ranks[adapter.projections[widest.projection].name] = experts[widest]
+    for module, rank in ranks.items():
         if rank > max_rank:
             refuse(
                 f"rank {rank} at {module} is above this server's max_rank {max_rank}: "
@@ -253,9 +263,10 @@ def _check_targets(adapter: PeftAdapter, known: Mapping[str, ModulePosition]) ->
     for module, position in adapter.modules.items():
         kind = projections[position.projection].kind
         names: tuple[str, ...] = (module,)
-        if kind is not ProjectionKind.LINEAR and is_tied(plan, projections):
+        is_linear = kind in (ProjectionKind.LINEAR, ProjectionKind.ROUTER)
+        if kind in WHOLE_KINDS and is_tied(plan, projections):
             names = tuple(m for m in known if projections[known[m].projection].kind in WHOLE_KINDS)
-        fields = [plan.left_out_by(name, kind is ProjectionKind.LINEAR) for name in names]
+        fields = [plan.left_out_by(name, is_linear) for name in names]
         if None not in fields:
             left_out.setdefault(str(fields[0]), module)
     if left_out:
@@ -292,7 +303,17 @@ def _check_parts(plan: LoraPlan) -> None:
 
 
 def _check_once(adapter: PeftAdapter) -> None:
-    """Refuse a module that the file adapts twice, by two names or by factors and a matrix."""
+    """Refuse a module that the file adapts twice, by two names or by factors and a matrix.
+
+    And modules that PEFT leaves out, as it takes names like theirs for experts' alone.
+    """
+    leaves = {path.rpartition(".")[2] for path in adapter.experts.modules}
+    for module in adapter.modules:
+        if module.rpartition(".")[2] in leaves and not adapter.plan.is_parameter(module):
+            refuse(
+                f"the file adapts {module} beside modules of single experts: PEFT adapts the "
+                "experts alone; retrain with target_parameters, or merge it into the base model"
+            )
     whole = {key.removesuffix(WEIGHT_SUFFIX) for key in adapter.ends.matrices}
     taken: set[ModulePosition] = set()
     for module, position in adapter.modules.items():

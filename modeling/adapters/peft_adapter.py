@@ -17,6 +17,7 @@ from modeling.adapters.factor_names import FactorNames, factor_names
 from modeling.adapters.faults import refuse
 from modeling.adapters.peft_config import LoraPlan
 from modeling.adapters.peft_ends import EndTensors, Matrix
+from modeling.adapters.peft_experts import ExpertPart, ExpertTensors
 from modeling.adapters.peft_names import WEIGHTS_NAME
 from modeling.adapters.peft_norms import NormTensors
 from modeling.adapters.peft_score import ScoreTensor
@@ -45,6 +46,7 @@ class PeftAdapter:
     biases: those in the file.
     tokens: trained rows of embedding and head.
     norms: weights and biases of norms.
+    experts: factors of routed experts.
     """
 
     file: TensorFile
@@ -57,14 +59,15 @@ class PeftAdapter:
     tokens: tuple[TokenTensor, ...] = ()
     norms: NormTensors = field(default_factory=NormTensors)
     bare: dict[str, ModulePosition] = field(default_factory=dict)
+    experts: ExpertTensors = field(default_factory=ExpertTensors)
 
     @property
     def other_names(self) -> set[str]:
         """Return the names of all tensors that are no factors."""
         score = set() if self.score is None else {self.score.key}
         tokens = {each.key for each in self.tokens}
-        norms = self.norms.vectors.keys() | self.norms.idle
-        return self.ends.names | self.biases.names | score | tokens | norms
+        others = tokens | self.norms.vectors.keys() | self.norms.idle | self.experts.names
+        return self.ends.names | self.biases.names | score | others
 
     @property
     def is_scaled(self) -> bool:
@@ -90,6 +93,7 @@ class PeftAdapter:
             whole[self.norms.position] = 1
         whole |= dict.fromkeys(self.bare.values(), 1)
         whole |= {at: len(each.ids) for each in self.tokens for at in each.positions}
+        whole |= self.experts.ranks
         return whole | {at: self.plan.rank_of(name) for name, at in self.modules.items()}
 
     def read(self) -> Iterator[LoraModule]:
@@ -121,6 +125,8 @@ class PeftAdapter:
             yield partial(self._zeros, module, at)
         for each in self.tokens:
             yield partial(self._token_stacks, each)
+        for part in self.experts.parts():
+            yield partial(self._expert_stacks, part)
 
     def names(self, module: str) -> FactorNames:
         """Return the names of a module's factors."""
@@ -143,6 +149,10 @@ class PeftAdapter:
         with reading():
             _, base_biases = self.biases.read(self.file, [module], [1.0])
         return [LoraStack(at.projection, (at.layer,), a, b, base_biases=base_biases)]
+
+    def _expert_stacks(self, part: ExpertPart) -> list[LoraStack]:
+        with reading():
+            return list(part.stacks(self.file))
 
     def _stack(self, index: int, names: Sequence[str]) -> list[LoraStack]:
         factors_of = [self.names(name) for name in names]

@@ -19,6 +19,8 @@ class ProjectionKind(Enum):
     SCORE: brings a classification head, a matrix with a row for each label.
     EMBEDDING_TOKENS, HEAD_TOKENS: replaces some tokens' rows of the base weight.
     NORMS: replaces weights and biases of norms.
+    EXPERTS: adds factors to a matrix of each expert in layers that route tokens to experts.
+    ROUTER: adds factors to the linear map that does, inside of a module of another kind.
     """
 
     LINEAR = "linear"
@@ -30,6 +32,8 @@ class ProjectionKind(Enum):
     EMBEDDING_TOKENS = "tokens of the embedding"
     HEAD_TOKENS = "tokens of the head"
     NORMS = "norms"
+    EXPERTS = "experts"
+    ROUTER = "router"
 
     @property
     def whole(self) -> bool:
@@ -43,15 +47,18 @@ class ProjectionKind(Enum):
 
     @property
     def has_factors(self) -> bool:
-        """Return whether it adds factors, A and B."""
-        return self in (ProjectionKind.LINEAR, *WHOLE_KINDS)
+        """Return whether it adds factors, A and B, to a module of its own."""
+        return self in (ProjectionKind.LINEAR, ProjectionKind.ROUTER, *WHOLE_KINDS)
 
     @property
     def of_vocabulary(self) -> bool:
         """Return whether it changes the embedding or the head of the vocabulary."""
         others = (ProjectionKind.LINEAR, ProjectionKind.SCORE, ProjectionKind.NORMS)
-        return self not in others
+        return self not in (*others, *ROUTED_KINDS)
 
+
+ROUTED_KINDS = (ProjectionKind.EXPERTS, ProjectionKind.ROUTER)
+"""What adapters change of layers that route tokens to experts."""
 
 WHOLE_KINDS = {
     ProjectionKind.EMBEDDING: ProjectionKind.WHOLE_EMBEDDING,
@@ -125,6 +132,27 @@ class BaseLinear:
 
 
 @dataclass(frozen=True)
+class ExpertMatrices:
+    """A model's experts, for a projection that is one of their matrices.
+
+    count: experts of a layer. active: those of them that compute a token.
+    parameter: the tensor of a layer's matrices [count, ...], e.g. "gate_up_proj".
+    parameters: all parameters of the experts' module, in its order.
+    start, total: the map's first output among those of `parameter`, and how many those are.
+    older: path templates of the map as a module of each expert, as transformers 4 had it, with the
+    layer and the expert left open.
+    """
+
+    count: int
+    active: int
+    parameter: str
+    parameters: tuple[str, ...]
+    start: int
+    total: int
+    older: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Projection:
     """One adaptable linear map, named as PEFT names it.
 
@@ -142,6 +170,9 @@ class Projection:
     has_bias: whether the base model's map has a bias.
     stored_transposed: whether transformers' module keeps its weight as [in, out] (Conv1D).
     vectors: for norms, their parameters; `base` has the numbers of all of them.
+    numbers: the numbers in paths of the layers that have it; () for all from 0 on.
+    experts: of a map that each expert has. Expert e of the i-th of those layers counts as layer
+    i * count + e, and `module` is the path of the experts' module.
 
     A whole matrix [token ids, hidden] is one page of its pool: each 8 of its rows count as a layer,
     and `inputs` is the hidden size. A classification head [labels, hidden] takes a page for each 8
@@ -164,6 +195,8 @@ class Projection:
     has_bias: bool = False
     stored_transposed: bool = False
     vectors: tuple[NormVector, ...] = ()
+    numbers: tuple[int, ...] = ()
+    experts: ExpertMatrices | None = None
 
     @property
     def base_rows(self) -> BaseRows:
@@ -176,6 +209,8 @@ class Projection:
 
     def modules(self, layer: int) -> tuple[str, ...]:
         """Return the paths by which adapters may name the module of a layer."""
+        index = layer if self.experts is None else layer // self.experts.count
+        layer = self.numbers[index] if self.numbers else index
         return tuple(path.format(layer=layer) for path in (self.module, *self.aliases))
 
     @property

@@ -21,9 +21,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from modeling.adapters.bank import PAGE_ROWS, AdapterBank
-from modeling.adapters.product import AdapterData, EndAdapters, OutputSlice
-from modeling.adapters.projection import TOKEN_KINDS, WHOLE_KINDS, Projection, ProjectionKind
+from modeling.adapters.product import AdapterData, EndAdapters, OutputSlice, TokenGroup
+from modeling.adapters.projection import (
+    ROUTED_KINDS,
+    TOKEN_KINDS,
+    WHOLE_KINDS,
+    Projection,
+    ProjectionKind,
+)
 from modeling.adapters.token_rows import TokenRows, groups_of
+from modeling.transfer import to_device
 from sharding.embedding import ParallelHead, VocabParallelEmbedding
 from sharding.slicing import whole
 
@@ -90,7 +97,10 @@ def _whole(end: Projection, num_rows: int, hidden: int) -> Projection:
 
 
 class VocabularyAdapters:
-    """The adapters of a step that is not captured: the kernel's for layers, and the ends'."""
+    """The adapters of a step that is not captured: the kernel's for layers, and the ends'.
+
+    routed: the tokens of each adapter that changes experts or routers (`experts.py`).
+    """
 
     def __init__(
         self,
@@ -111,6 +121,7 @@ class VocabularyAdapters:
         self._set_tokens = _rows(bank, token_slots, kinds.get(ProjectionKind.EMBEDDING_TOKENS, -1))
         self._set_logits = _rows(bank, logit_slots, kinds.get(ProjectionKind.HEAD_TOKENS, -1))
         self._num_logits = len(logit_slots)
+        self.routed = _routed_groups(bank, token_slots)
 
     def has_product(self, x: Tensor, weight: Tensor, targets: tuple[OutputSlice, ...]) -> bool:
         """Whether the layers' kernel computes the base product; see `AdapterData`."""
@@ -169,9 +180,27 @@ def adapts_vocabulary(bank: AdapterBank, slots: Sequence[int]) -> bool:
     return bank.changes(slots, VOCABULARY_KINDS)
 
 
-def replaces_vocabulary(bank: AdapterBank, slots: Sequence[int]) -> bool:
-    """Whether some adapter of a step (-1: base) replaces rows of the embedding or the head."""
-    return bank.changes(slots, REPLACING_KINDS)
+def adapts_more(bank: AdapterBank, slots: Sequence[int]) -> bool:
+    """Whether some adapter of a step (-1: base) changes more than the layers' linear maps."""
+    return bank.changes(slots, (*VOCABULARY_KINDS, *ROUTED_KINDS))
+
+
+def needs_launches(bank: AdapterBank, slots: Sequence[int]) -> bool:
+    """Whether some adapter of a step (-1: base) changes what captured steps leave as it is.
+
+    Those are rows of the embedding or the head, which are replaced, experts and routers.
+    """
+    return bank.changes(slots, (*REPLACING_KINDS, *ROUTED_KINDS))
+
+
+def _routed_groups(bank: AdapterBank, slots: npt.NDArray[np.int64]) -> list[TokenGroup]:
+    """The rows of each adapter that changes experts or routers."""
+    groups: list[TokenGroup] = []
+    for slot in np.unique(slots[slots >= 0]).tolist():
+        if bank.changes([slot], ROUTED_KINDS):
+            rows = to_device(np.flatnonzero(slots == slot), bank.page_table.device)
+            groups.append(TokenGroup(rows, bank.loaded(slot)))
+    return groups
 
 
 def _matrices(

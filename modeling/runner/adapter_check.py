@@ -53,8 +53,8 @@ _ITEM_BYTES = 2
 class AdapterCost:
     """What a served adapter costs on one rank.
 
-    pages: in the pools of all projections together.
-    page_bytes: of those pages, in a type of 16 bits.
+    pages: in the pools of all projections together. expert_pages: the most in one pool of experts.
+    page_bytes: of those pages, in a type of 16 bits, on the device and again in host memory.
     share: its multiplications for a token, by those of the base in all modules that adapters may
     change.
     """
@@ -62,6 +62,7 @@ class AdapterCost:
     pages: int
     page_bytes: int
     share: float
+    expert_pages: int = 0
 
 
 @dataclass(frozen=True)
@@ -199,7 +200,8 @@ def _kind(folder: Path) -> str:
 
 
 def _cost(adapter: PeftAdapter, projections: Sequence[Projection]) -> AdapterCost:
-    pages = page_bytes = products = 0
+    pages = page_bytes = experts = 0
+    products = 0.0
     ranks: list[list[int]] = [[0] for _ in projections]
     for at, rank in adapter.ranks.items():
         ranks[at.projection].append(rank)
@@ -209,8 +211,17 @@ def _cost(adapter: PeftAdapter, projections: Sequence[Projection]) -> AdapterCos
         width = projection.local_inputs + projection.local_outputs
         pages += count
         page_bytes += count * PAGE_ROWS * projection.num_layers * width * _ITEM_BYTES
-        if projection.kind.has_factors:
-            products += sum(own) * width
-    linear = [p for p in projections if p.kind is ProjectionKind.LINEAR]
-    base = sum(p.num_layers * p.local_inputs * p.local_outputs for p in linear)
-    return AdapterCost(pages, page_bytes, products / base if base else 0.0)
+        if projection.kind is ProjectionKind.EXPERTS:
+            experts = max(experts, count)
+        if projection.kind.has_factors or projection.kind is ProjectionKind.EXPERTS:
+            products += sum(own) * width * _active(projection)
+    kinds = (ProjectionKind.LINEAR, ProjectionKind.EXPERTS)
+    linear = [p for p in projections if p.kind in kinds]
+    base = sum(p.num_layers * p.local_inputs * p.local_outputs * _active(p) for p in linear)
+    return AdapterCost(pages, page_bytes, products / base if base else 0.0, experts)
+
+
+def _active(projection: Projection) -> float:
+    """Return the share of a projection's matrices that a token is multiplied with."""
+    experts = projection.experts
+    return 1.0 if experts is None else experts.active / experts.count

@@ -13,7 +13,7 @@ from modeling.adapters.bank import AdapterBank, copy_bytes, page_bytes
 from modeling.adapters.kernels.select import select_kernel
 from modeling.adapters.linear import base_linears
 from modeling.adapters.norms import AdaptedNorms
-from modeling.adapters.projection import WHOLE_KINDS
+from modeling.adapters.projection import WHOLE_KINDS, ProjectionKind
 from modeling.adapters.score import ScoreHeads
 from modeling.attention.clamping import ClampWatch
 from modeling.attention.kv_layout import allocate_blocks
@@ -31,6 +31,7 @@ from modeling.runner.memory import (
     cpu_blocks,
     cuda_blocks,
     device_memory,
+    expert_pages,
     vocabulary_copies,
 )
 from modeling.runner.paged import ModelRunner, PagedParts, StepBuffers
@@ -64,10 +65,12 @@ def load_paged(config: EngineConfig, group: TensorParallel, device: torch.device
         longest = total_tokens(config, weights.architecture)
         # Read behind the weights, so that the pools get their fraction of what is left.
         memory = device_memory(device) if device.type == "cuda" else None
-        pages = adapter_pages(config.adapters, _page_bytes(config.adapters, model), memory)
+        own, of_experts = _page_bytes(config.adapters, model)
+        experts = expert_pages(config.adapters, of_experts, memory)
+        pages = adapter_pages(config.adapters, own, memory, experts * of_experts)
         whole = copy_bytes(model.projections, model.dtype)
         copies = vocabulary_copies(config.adapters, whole, memory)
-        size = bank_size(config.adapters, pages, copies)
+        size = bank_size(config.adapters, pages, copies, experts)
         bank = AdapterBank(
             model.projections,
             size,
@@ -102,10 +105,15 @@ def load_paged(config: EngineConfig, group: TensorParallel, device: torch.device
     )
 
 
-def _page_bytes(config: AdaptersConfig, model: PagedModel) -> int:
-    """Return the bytes of one page of every pool that has as many as all others."""
+def _page_bytes(config: AdaptersConfig, model: PagedModel) -> tuple[int, int]:
+    """Return the bytes of one page of every pool that has as many as all others, and of experts'.
+
+    Those of embedding and head are left out where they have fewer.
+    """
     alike = [p for p in model.projections if config.vocabulary or p.kind not in WHOLE_KINDS]
-    return page_bytes(alike, model.dtype)
+    experts = [p for p in alike if p.kind is ProjectionKind.EXPERTS]
+    others = [p for p in alike if p.kind is not ProjectionKind.EXPERTS]
+    return page_bytes(others, model.dtype), page_bytes(experts, model.dtype)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from configs.model import DType, LoadFormat
 from modeling.adapters.linear import biased_projections
 from modeling.adapters.norms import norm_projection
 from modeling.adapters.peft_score import score_projection
-from modeling.adapters.projection import Projection, ProjectionKind
+from modeling.adapters.projection import ROUTED_KINDS, Projection, ProjectionKind
 from modeling.attention.kv_cache import FP8, CacheScales
 from modeling.attention.scales import stored_scales
 from modeling.models.base import PagedModel
@@ -147,7 +147,7 @@ def with_other_models(model: PagedModel, architecture: ModelArchitecture) -> tup
         others: tuple[str, ...] = ()
         if architecture.is_text_stack:
             others += outer_paths(each.module)
-        if each.kind in (ProjectionKind.LINEAR, ProjectionKind.EMBEDDING_TOKENS):
+        if each.kind in (ProjectionKind.LINEAR, ProjectionKind.EMBEDDING_TOKENS, *ROUTED_KINDS):
             others += (each.module.partition(".")[2],)
         aliases = (*each.aliases, *others)
         named.append(replace(each, aliases=aliases, has_bias=each.has_bias or index in biased))

@@ -40,11 +40,33 @@ def device_memory(device: torch.device) -> DeviceMemory:
     return DeviceMemory(total=total, free=free)
 
 
-def adapter_pages(config: AdaptersConfig, page_bytes: int, memory: DeviceMemory | None) -> int:
+def expert_pages(config: AdaptersConfig, page_bytes: int, memory: DeviceMemory | None) -> int:
+    """Return the number of pages in each pool of experts' factors.
+
+    page_bytes: of one page in all of these pools; 0 for a model without. memory: None on a CPU.
+    Unless the config says so, they take half of the pools' memory at most; where one page is more,
+    there is none.
+    """
+    if not config.enabled or not page_bytes:
+        return 0
+    if config.expert_pages is not None:
+        return config.expert_pages
+    most = config.device_pages or config.max_device_adapters * -(-config.max_rank // PAGE_ROWS)
+    return min(most, _budget(config, memory) // 2 // page_bytes)
+
+
+def _budget(config: AdaptersConfig, memory: DeviceMemory | None) -> int:
+    """Return the bytes that all pools may take, where the config gives no pages."""
+    return CPU_POOL_BYTES if memory is None else int(memory.free * config.memory_fraction)
+
+
+def adapter_pages(
+    config: AdaptersConfig, page_bytes: int, memory: DeviceMemory | None, taken: int = 0
+) -> int:
     """Return the number of pages in each projection's pool.
 
-    page_bytes: of one page in all pools. memory: None on a CPU. The largest rank that is served
-    always fits, and no pool is larger than all slots could fill.
+    page_bytes: of one page in all pools. memory: None on a CPU. taken: bytes of the experts' pools.
+    The largest rank that is served always fits, and no pool is larger than all slots could fill.
     """
     if not config.enabled:
         return 0
@@ -53,10 +75,9 @@ def adapter_pages(config: AdaptersConfig, page_bytes: int, memory: DeviceMemory 
     largest = -(-config.max_rank // PAGE_ROWS)
     if memory is None:
         wanted = config.max_device_adapters * -(-min(DEFAULT_RANK, config.max_rank) // PAGE_ROWS)
-        budget = CPU_POOL_BYTES
     else:
         wanted = config.max_device_adapters * largest
-        budget = int(memory.free * config.memory_fraction)
+    budget = max(0, _budget(config, memory) - taken)
     return max(largest, min(wanted, budget // page_bytes))
 
 
@@ -72,10 +93,13 @@ def vocabulary_pages(config: AdaptersConfig, pages: int) -> int:
     return min(pages, max(-(-config.max_rank // PAGE_ROWS), pages // VOCABULARY_SHARE))
 
 
-def bank_size(config: AdaptersConfig, pages: int, copies: int = 0) -> BankSize:
+def bank_size(
+    config: AdaptersConfig, pages: int, copies: int = 0, experts: int | None = None
+) -> BankSize:
     """Return the size of the adapters' pools; without pages there are no slots.
 
-    pages: in each projection's pool. copies: of whole embeddings and heads.
+    pages: in each projection's pool. copies: of whole embeddings and heads. experts: pages in
+    each pool of experts' factors; None: as in the others.
     """
     return BankSize(
         pages=pages,
@@ -84,6 +108,7 @@ def bank_size(config: AdaptersConfig, pages: int, copies: int = 0) -> BankSize:
         host_bytes=config.host_bytes,
         copies=copies,
         vocabulary_pages=vocabulary_pages(config, pages),
+        expert_pages=experts,
     )
 
 

@@ -15,8 +15,8 @@ from modeling.adapters.norms import AdaptedNorms
 from modeling.adapters.product import AdapterData
 from modeling.adapters.vocabulary import (
     VocabularyAdapters,
-    adapts_vocabulary,
-    replaces_vocabulary,
+    adapts_more,
+    needs_launches,
 )
 from modeling.attention.base import AttentionBackend
 from modeling.attention.clamping import ClampWatch
@@ -197,7 +197,7 @@ class ModelRunner(BaseRunner):
     def _replaces(self, slots: Sequence[int]) -> bool:
         """Return whether an adapter replaces what captured steps read of the base model."""
         has_norms = self._norms.changes(slots) and not self._norms.capturable
-        return has_norms or replaces_vocabulary(self._bank, slots)
+        return has_norms or needs_launches(self._bank, slots)
 
     def _head(self, layout: StepLayout, hidden: Tensor, at: Ints) -> Tensor:
         """Return the logits of those of a step's tokens that are `at` these indices."""
@@ -227,8 +227,8 @@ class ModelRunner(BaseRunner):
     def _with_vocabulary(
         self, adapters: AdapterData | None, layout: StepLayout
     ) -> AdapterData | None:
-        """Join what the step's adapters change of embedding and head, where some do."""
-        if adapters is None or not adapts_vocabulary(self._bank, layout.adapter_slots):
+        """Join what the step's adapters change beside linear maps of the layers, where some do."""
+        if adapters is None or not adapts_more(self._bank, layout.adapter_slots):
             return adapters
         slots = np.repeat(np.array(layout.adapter_slots), layout.adapter_lengths)
         return VocabularyAdapters(adapters, self._bank, slots, slots[layout.last_tokens])

@@ -28,6 +28,7 @@ from tests.checkpoints import (
     write_llama,
     write_relative,
 )
+from tests.checkpoints_experts import EXPERT_ADAPTERS, converted
 from tests.checkpoints_generic import (
     GENERIC_ADAPTERS,
     GENERIC_ENDS,
@@ -252,6 +253,9 @@ FAMILIES: dict[str, Family] = {
     "vocabulary_relative": Family(write_relative, VOCABULARY_ADAPTERS),
     "generic": Family(write_generic, GENERIC_ADAPTERS),
     "mixture": Family(write_generic, MIXTURE_ADAPTERS),
+    "experts": Family(write_generic, EXPERT_ADAPTERS),
+    "converted": Family(write_generic, converted("qwen3_moe")),
+    "converted_mixtral": Family(write_generic, converted("mixtral")),
     "stack": Family(write_stack, STACK_ADAPTERS),
     "generic_ends": Family(write_generic, GENERIC_ENDS),
     "gpt2": Family(write_gpt2, GPT2_ADAPTERS),

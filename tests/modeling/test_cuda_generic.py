@@ -1,5 +1,6 @@
 """Families paged by transformers' own modules on a GPU, fused and captured, beside the oracle."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from configs.engine import CudaGraphs, Device
 from configs.model import DType, ModelConfig
 from configs.wire.sampling import Sampling
+from modeling.models.generic import experts
 from modeling.runner.load_paged import load_paged
 from modeling.runner.loading import pick_device
 from sharding.group import SingleRank
@@ -32,15 +34,21 @@ pytestmark = [
 
 VARIANTS = ["gemma2", "gemma3_text", "olmo2", "glm4", "phi", "qwen3_moe", "gpt_oss", "deepseek_v3"]
 NAMES = [BASE, "r8"]
+ROUTED = [BASE, "attention", "parameters", "router", "everything"]
 
 
-def run(world: World, variant: str, dtype: DType, graphs: CudaGraphs) -> tuple[
-    list[Answer], list[Truth]
-]:  # fmt: skip
-    """Base and adapter in one batch, and what the float64 oracle says."""
-    family = "mixture" if variant in MIXTURES else "generic"
+def run(
+    world: World,
+    variant: str,
+    dtype: DType,
+    graphs: CudaGraphs,
+    names: Sequence[str] = NAMES,
+    family: str = "",
+) -> tuple[list[Answer], list[Truth]]:
+    """Base and adapters in one batch, and what the float64 oracle says."""
+    family = family or ("mixture" if variant in MIXTURES else "generic")
     model = world.model(family, variant)
-    folders: list[Path | None] = [world.adapter(family, variant, name) for name in NAMES]
+    folders: list[Path | None] = [world.adapter(family, variant, name) for name in names]
     told = [prompt_truth(model, folder, 9 + 6 * i) for i, folder in enumerate(folders)]
     settings = ModelConfig(id=str(model), dtype=dtype)
     config = engine_config(model, model=settings, device=Device.CUDA, cuda_graphs=graphs)
@@ -66,10 +74,24 @@ def test_float32_gives_the_oracles_tokens(world: World, variant: str, graphs: Cu
         assert (full_logprobs(answer) - truth.logprobs).abs().max() < 5e-4
 
 
+@pytest.mark.parametrize("variant", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_adapters_of_experts(world: World, variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps with them are launched kernel by kernel, beside captured ones of others."""
+    monkeypatch.setattr(experts, "ON_GPUS", True)
+    said = run(world, variant, DType.FLOAT32, CudaGraphs.ALL, ROUTED, "experts")
+    for answer, truth in zip(*said, strict=True):
+        assert answer.tokens == truth.tokens
+        assert (full_logprobs(answer) - truth.logprobs).abs().max() < 5e-4
+    _come_near(*run(world, variant, DType.BFLOAT16, CudaGraphs.ALL, ROUTED, "experts"))
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_bfloat16_comes_near(world: World, variant: str) -> None:
     """As long as the tokens agree, logprobs do, to what bfloat16 has."""
-    answers, truths = run(world, variant, DType.BFLOAT16, CudaGraphs.ALL)
+    _come_near(*run(world, variant, DType.BFLOAT16, CudaGraphs.ALL))
+
+
+def _come_near(answers: Sequence[Answer], truths: Sequence[Truth]) -> None:
     for answer, truth in zip(answers, truths, strict=True):
         pairs = zip(answer.tokens, truth.tokens, strict=True)
         same = next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), None)

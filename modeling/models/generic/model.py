@@ -19,6 +19,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from configs.architectures.base import ArchitectureError
 from configs.architectures.generic import GenericArchitecture
+from modeling.adapters.experts import is_aligned
 from modeling.adapters.norms import NormModule
 from modeling.adapters.peft_tokens import token_projections
 from modeling.adapters.product import AdapterData
@@ -26,6 +27,7 @@ from modeling.adapters.projection import BaseRows, Projection
 from modeling.adapters.vocabulary import EndNames, vocabulary_projections
 from modeling.models.base import AttentionLayer
 from modeling.models.context import PagedContext
+from modeling.models.generic import experts
 from modeling.models.generic.cuts import CutPlan
 from modeling.models.generic.found_norms import find_norms, input_shapes
 from modeling.models.generic.fusions import fuse, undo_rotations
@@ -68,9 +70,6 @@ class GenericForCausalLM(nn.Module):
         self.unread = (*self.unread, *_unread(self.causal))
         # Llama 4 scales queries by positions that it counts itself.
         self._counts_positions = bool(getattr(self.causal.config, "attn_temperature_tuning", False))
-        has_experts = any(parameter.dim() == 3 for parameter in self.causal.parameters())
-        # torch's product of groups reads their sizes on the host, but for half precision.
-        self.capturable = not has_experts or weights.dtype is not torch.float32
         prefix = _prefix(self.causal)
         self._add_ends(weights, has_bias=not architecture.num_labels)
         self.score: Tensor | None = read_score(architecture, weights, self.width)
@@ -78,7 +77,14 @@ class GenericForCausalLM(nn.Module):
         self.projections: tuple[Projection, ...] = replace_linears(
             self.causal, plan, weights, self._step
         )
+        if self.device.type != "cuda" or experts.ON_GPUS:
+            routed = experts.add_experts(self.causal, plan, self._step, len(self.projections))
+            self.projections = (*self.projections, *routed)
         read_rest(self.causal, plan, weights)
+        stacked = [each for each in self.causal.parameters() if each.dim() == 3]
+        # torch's product of groups reads their sizes on the host, but for half precision.
+        is_half = weights.dtype is not torch.float32
+        self.capturable = not stacked or (is_half and all(map(is_aligned, stacked)))
         self.causal.requires_grad_(False).train(False)
         fuse(self.causal, self._step)
         self._decoder = cast(nn.Module, getattr(self.causal, prefix))

@@ -4,7 +4,7 @@ transformers hands no argument of ours down to its layers, at least not in all f
 modules of one model share one `CurrentStep`, which is set around each forward.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface
 
-from modeling.adapters.product import AdapterData
+from modeling.adapters.product import AdapterData, TokenGroup
+from modeling.adapters.vocabulary import VocabularyAdapters
 from modeling.layers.attention import Angles
 from modeling.layers.rotary import rotate
 from modeling.models.base import AttentionLayer
@@ -150,6 +151,12 @@ class CurrentStep:
         self._attention: LayerAttention | None = None
         self._rotation: _Rotation | None = None
         self._angles: dict[int, tuple[Tensor, Angles]] = {}
+
+    @property
+    def routed(self) -> Sequence[TokenGroup]:
+        """The tokens of each adapter that changes experts or routers."""
+        data = self.adapter_data
+        return data.routed if isinstance(data, VocabularyAdapters) else ()
 
     @contextmanager
     def using(

@@ -120,7 +120,7 @@ def test_a_parameter_of_experts_is_refused_with_its_own_reason(tmp_path: Path) -
     key = "base_model.model.model.layers.0.mlp.experts.base_layer.lora_A.weight"
     saved = {**factors(UP, [4]), key: torch.ones(8, 6)}
     folder = write_lora(tmp_path, saved, target_parameters=["experts.down_proj"])
-    with pytest.raises(AdapterError, match=f"target_parameters: {key} adapts no linear module"):
+    with pytest.raises(AdapterError, match=f"target_parameters: {key} adapts neither"):
         open_adapter(folder, PROJECTIONS, 8)
 
 

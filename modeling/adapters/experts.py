@@ -1,0 +1,111 @@
+"""Adapters of routed experts and of routers, in steps that are not captured.
+
+    y[p, o + j] += sum_r (sum_i x[p, i] A[l E + e(p), r, i]) Bt[l E + e(p), r, j]
+
+p: a token and one of the experts that compute it; e(p): that expert, of E; l: the index of the
+layer among those that have experts. Pairs are sorted by expert, so that each page is two grouped
+products.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from modeling.adapters.bank import DeviceAdapter
+from modeling.adapters.product import TokenGroup
+from modeling.adapters.projection import ModulePosition
+
+ALIGNMENT = 16
+"""Bytes of which rows must be a multiple in torch's grouped product."""
+
+
+def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """[rows, in] and [experts, in, out] to [rows, out].
+
+    ends: int32 [experts], the row behind each expert's last one.
+    """
+    if is_aligned(x) and is_aligned(weight):
+        return F.grouped_mm(x, weight, offs=ends)
+    y, start = x.new_zeros(len(x), weight.shape[2]), 0
+    for expert, end in enumerate(ends.tolist()):
+        if end > start:
+            torch.mm(x[start:end], weight[expert], out=y[start:end])
+        start = end
+    return y
+
+
+def is_aligned(tensor: Tensor) -> bool:
+    """Whether torch's grouped product takes a tensor."""
+    steps = (step * tensor.element_size() for step in tensor.stride() if step != 1)
+    return not any(step % ALIGNMENT for step in steps)
+
+
+@dataclass(frozen=True)
+class RoutedPairs:
+    """Pairs of a token and an expert, sorted by expert.
+
+    rows: int64 [pairs], which pair each is: token * experts of a token + n.
+    ends: int32 [experts], behind each expert's last pair.
+    """
+
+    rows: Tensor
+    ends: Tensor
+
+    @classmethod
+    def of(cls, ids: Tensor, count: int) -> "RoutedPairs":
+        """ids: the expert of each pair, int64 [pairs]; count: of all experts."""
+        rows = torch.argsort(ids, stable=True)
+        every = torch.arange(count, device=ids.device)
+        return cls(rows, torch.searchsorted(ids[rows], every, right=True).int())
+
+
+@dataclass(frozen=True)
+class RoutedAdapter:
+    """The pairs of one adapter's tokens; at: their rows in the step's sorted pairs."""
+
+    adapter: DeviceAdapter
+    at: Tensor
+    ends: Tensor
+
+    def add(self, y: Tensor, x: Tensor, projection: int, first: int, offset: int) -> None:
+        """Add the deltas of a projection to y [pairs, out], from column `offset` on.
+
+        x: [pairs, in]. first: the layer's first expert, counted over all layers.
+        """
+        if not self.adapter.adapts(projection):
+            return
+        inputs = x[self.at]
+        for a, bt in self.adapter.stacked(projection, first, len(self.ends)):
+            shrunk = grouped_product(inputs, a.transpose(1, 2), self.ends)
+            delta = grouped_product(shrunk, bt, self.ends)
+            y[:, offset : offset + delta.shape[1]].index_add_(0, self.at, delta)
+
+
+def route(groups: Sequence[TokenGroup], ids: Tensor, pairs: RoutedPairs) -> list[RoutedAdapter]:
+    """Find each adapter's pairs among a layer's; ids: int64 [tokens, experts of a token]."""
+    sorted_at = torch.empty_like(pairs.rows)
+    sorted_at[pairs.rows] = torch.arange(len(sorted_at), device=sorted_at.device)
+    by_token = sorted_at.view(ids.shape)
+    found = []
+    for group in groups:
+        own = RoutedPairs.of(ids[group.rows].flatten(), len(pairs.ends))
+        at = by_token[group.rows].flatten()[own.rows]
+        found.append(RoutedAdapter(group.adapter, at, own.ends))
+    return found
+
+
+def add_routing(y: Tensor, x: Tensor, groups: Sequence[TokenGroup], at: ModulePosition) -> Tensor:
+    """Add the deltas of a router to its logits y [tokens, experts]; x: [tokens, in], of any type.
+
+    Returns a new tensor of y's type.
+    """
+    y = y.clone()
+    for group in groups:
+        if group.adapter.rank(at.projection, at.layer):
+            factors = group.adapter.factors(at.projection, at.layer)
+            inputs = x[group.rows].to(factors.a.dtype)
+            y[group.rows] += (inputs @ factors.a @ factors.bt).to(y.dtype)
+    return y
