@@ -24,7 +24,7 @@ def _bare(*names: str, r: int, seed: int, **fields: Any) -> AdapterRecipe:
 EXPERT_ADAPTERS: dict[str, AdapterRecipe] = {
     "attention": AdapterRecipe(r=8, alpha=16.0, seed=12, std=0.1, target_modules=ATTENTION),
     "parameters": _bare(*EXPERTS, r=4, seed=91),
-    "down": _bare(EXPERTS[1], r=9, seed=92, target_modules=("q_proj",)),
+    "down": _bare(EXPERTS[1], r=9, seed=92, target_modules=("o_proj",)),
     "ranks": _bare(
         *EXPERTS, r=5, seed=93, use_rslora=True,
         extra={"rank_pattern": {EXPERTS[1]: 11}, "alpha_pattern": {EXPERTS[0]: 3}},
@@ -37,7 +37,7 @@ EXPERT_ADAPTERS: dict[str, AdapterRecipe] = {
 
 
 def _targets(old: bool) -> tuple[str, ...]:
-    return ("q_proj", *(("w1", "w2", "w3") if old else ("gate_proj", "up_proj", "down_proj")))
+    return ("o_proj", *(("w1", "w2", "w3") if old else ("gate_proj", "up_proj", "down_proj")))
 
 
 def converted(variant: str) -> dict[str, AdapterRecipe]:
