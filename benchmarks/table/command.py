@@ -9,8 +9,9 @@
 For each group it writes the model and adapters where they are missing, starts a server, plays the
 cases, ends the server, and looks whether the GPU's memory is free again. Each case is a line of the
 results file at once; the same command again goes on with what is not in it. Groups: one-gpu,
-two-gpus, seventy-b (four GPUs), churn, churn-all-resident, fairness, kinds, structured, start;
-with --peer also peer, peer-two-gpus, peer-churn, peer-seventy-b: the same cases by another server.
+two-gpus, seventy-b (four GPUs), churn, churn-all-resident, open-loop, fairness, kinds, structured,
+start; with --peer also peer, peer-two-gpus, peer-churn, peer-seventy-b, peer-open-loop: the same
+cases by another server.
 """
 
 import argparse

@@ -12,11 +12,14 @@ from benchmarks.table.groups import written_for
 from benchmarks.workload import adapter_parameters, config_of, projection_sizes
 
 RATE, TPOT, TTFT, ITL = "output_tokens_per_s", "tpot_p50_ms", "ttft_p99_ms", "itl_p99_ms"
+IN_TIME, ARRIVALS = "slo_share", "slo_rate_per_s"
 UNITS = {
     RATE: "tokens/s",
     TPOT: "ms a token",
     TTFT: "ms, first token, p99",
     ITL: "ms, between tokens, p99",
+    IN_TIME: "first token in 0.5 s, others in 25 ms",
+    ARRIVALS: "requests/s of which 99 % are in time",
     "ready_s": "s to ready",
     "load_of_reading": "of the page cache's speed",
     "ratio": "of tokens/s without",
@@ -89,6 +92,8 @@ FIGURES: Mapping[tuple[str, str], Figure] = {
     ("fairness", "open"): Figure(TTFT, (Goal(2000.0),)),
     ("fairness", "calm"): Figure(TTFT),
     ("fairness", "flood"): Figure(TTFT, (Goal(2.0, "calm"),)),
+    ("open-loop", "steady"): Figure(IN_TIME, (Goal(0.99),)),
+    ("open-loop", "highest"): Figure(ARRIVALS, (Goal(40.0), Goal(2.5, PEER))),
     ("kinds", "lora32-c64"): Figure(RATE),
     ("kinds", "dora32-c64"): Figure(RATE, (Goal(0.90, "lora32-c64"),)),
     ("kinds", "conversation"): Figure(TTFT),

@@ -4,14 +4,24 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from benchmarks.serving import Case
-from benchmarks.table.figures import CHIPS, FIGURES, PEER, UNITS, Figure, Goal, is_better_low, limit
+from benchmarks.table.figures import (
+    CHIPS,
+    FIGURES,
+    IN_TIME,
+    PEER,
+    UNITS,
+    Figure,
+    Goal,
+    is_better_low,
+    limit,
+)
 from benchmarks.table.groups import RowGroup
 from benchmarks.table.rows import OURS, Row, is_good, key_of, medians
 
 STANDARD = ("one-gpu", "two-gpus", "seventy-b")
 """Groups with a limit for their cases."""
 
-SHARES = ("captured_share", "device_idle_share", "device_hits", "host_hits", "misses")
+SHARES = ("captured_share", "device_idle_share", "device_hits", "host_hits", "misses", IN_TIME)
 
 
 @dataclass(frozen=True)

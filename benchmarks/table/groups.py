@@ -2,9 +2,11 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from benchmarks import churn, fairness
 from benchmarks.fairness import Load, Terms
+from benchmarks.open_loop import Arrivals
 from benchmarks.serving import Case, standard_cases
 from benchmarks.structured import Comparison
 from benchmarks.workload import MIXED_RANKS, WorkloadRecipe, recipes
@@ -38,13 +40,21 @@ class Fair:
 
 
 @dataclass(frozen=True)
+class Open:
+    """Arrivals by chance; search: for the highest rate that meets the objective."""
+
+    load: Arrivals
+    search: bool
+
+
+@dataclass(frozen=True)
 class Play:
     """One case of a group: what is played, and the seconds that it takes on an H200.
 
     settle: ask all its adapters once before. cold: ask none of them before.
     """
 
-    what: Case | Fair | Comparison | Start | Loading
+    what: Case | Fair | Open | Comparison | Start | Loading
     seconds: float
     settle: bool = False
     cold: bool = False
@@ -53,8 +63,8 @@ class Play:
     def name(self) -> str:
         """The case's name in results and figures."""
         match self.what:
-            case Fair(load=load):
-                return load.name
+            case Fair(load=Load(name=name)) | Open(load=Arrivals(name=name)):
+                return name
             case Comparison(case=case):
                 return case.name
             case named:
@@ -65,6 +75,8 @@ class Play:
         """The models that it uses; at least the base model."""
         match self.what:
             case Case(models=models) | Comparison(case=Case(models=models)):
+                return models
+            case Open(load=Arrivals(models=models)):
                 return models
             case Fair(load=load):
                 return (*load.models, *([load.flood] if load.flood else []))
@@ -77,7 +89,7 @@ class Scale:
     """How long and how many: the table's own, or small ones that two CPU cores finish.
 
     lengths: prompt and answer in tokens. requests: of a case, by its requests in flight. fair:
-    options of benchmarks.fairness.
+    options of benchmarks.fairness. open: changes of the open loop's arrivals.
     """
 
     lengths: tuple[int, int] = (512, 256)
@@ -88,6 +100,7 @@ class Scale:
     fair: Mapping[str, float] = field(default_factory=dict)
     rounds: int = 2
     conversation: int = 4000
+    open: Mapping[str, Any] = field(default_factory=dict)
 
 
 FULL = Scale()
@@ -106,6 +119,16 @@ SMALL = Scale(
     },
     rounds=1,
     conversation=320,
+    open={
+        "rate": 4.0,
+        "seconds": 1.0,
+        "prompt": 16,
+        "answer": 8,
+        "longest": (64, 16),
+        "system": 24,
+        "long": 128,
+        "tries": 2,
+    },
 )
 
 
@@ -152,6 +175,7 @@ def groups(scale: Scale) -> dict[str, RowGroup]:
             slots=CHURNED,
             pages=CHURNED * _pages(PLAIN_RANK),
         ),
+        RowGroup("open-loop", f"arrivals by chance over {RESIDENT} adapters", _open(scale)),
         RowGroup("fairness", "6 adapters on 3 slots", fair, slots=3, pages=3 * _pages(PLAIN_RANK)),
         _kinds(scale, lora32),
         RowGroup("structured", "answers under a schema", (_structured(scale),), json=True),
@@ -235,6 +259,16 @@ def _fair(scale: Scale) -> tuple[Play, ...]:
         flood_lead_s=options.flood_lead_s,
     )
     return tuple(Play(Fair(load, terms), 80.0) for load in fairness.loads(options))
+
+
+def _open(scale: Scale) -> tuple[Play, ...]:
+    """A rate that must be met, and the highest that is."""
+    steady = replace(Arrivals("steady", _models("a", RESIDENT), 40.0), **scale.open)
+    highest = replace(steady, name="highest")
+    return (
+        Play(Open(steady, search=False), 16.0),
+        Play(Open(highest, search=True), 16.0 * steady.tries),
+    )
 
 
 def _structured(scale: Scale) -> Play:

@@ -42,6 +42,7 @@ DETAILS: Mapping[str, str] = {
     "read_gb_per_s": "page cache GB/s",
     "free_tokens_per_s": "tokens/s, none held",
     "held_tokens_per_s": "tokens/s, half held",
+    "rate_per_s": "requests/s",
     "runs": "runs",
 }
 """Columns of a group's second table, where a case has them."""

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 
-from benchmarks import fairness, serving
+from benchmarks import fairness, open_loop, serving
 from benchmarks.serving import Case
 from benchmarks.structured import Comparison
-from benchmarks.table.groups import BASE, Fair, Loading, Play, RowGroup, Start
+from benchmarks.table.groups import BASE, Fair, Loading, Open, Play, RowGroup, Start
 from benchmarks.table.rows import OURS, PEER, Results, Row, now
 from benchmarks.table.server import (
     Ready,
@@ -33,7 +33,9 @@ from benchmarks.table.setup import (
 
 READY_S, START_S = 900.0, 45.0
 
-PEER_OF = {"peer": "one-gpu"} | {f"peer-{n}": n for n in ("two-gpus", "churn", "seventy-b")}
+PEER_OF = {"peer": "one-gpu"} | {
+    f"peer-{n}": n for n in ("two-gpus", "churn", "seventy-b", "open-loop")
+}
 """Groups of which a peer plays some cases, by the name for --only."""
 
 
@@ -171,6 +173,9 @@ async def _figures(play: Play, target: LoadTarget) -> Row:
         case Fair(load=load, terms=terms):
             here = replace(terms, url=target.url, vocabulary=target.vocabulary)
             return await fairness.run(here, load, seed)
+        case Open(load=load, search=search):
+            play_it = open_loop.search if search else open_loop.run
+            return await play_it(target.url, load, target.vocabulary, seed)
         case Comparison() as comparison:
             return await _compared(comparison, target, seed)
         case Start(name=name):

@@ -75,6 +75,7 @@ def test_every_configuration_is_one_that_the_server_takes(group: RowGroup, tmp_p
         ("churn", "turns", 32),
         ("churn", "small", 32),
         ("churn-all-resident", "all-resident", 128),
+        ("open-loop", "steady", 32),
         ("fairness", "open", 3),
     ],
 )

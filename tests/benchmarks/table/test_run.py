@@ -22,7 +22,7 @@ from benchmarks.serving import Case, run
 from benchmarks.steps import cores, cpu_seconds, mean_loads, shares_of
 from benchmarks.structured import Comparison
 from benchmarks.table.command import main
-from benchmarks.table.groups import SMALL, Fair, Play, groups
+from benchmarks.table.groups import SMALL, Fair, Open, Play, groups
 from benchmarks.table.page import line_of
 from benchmarks.table.play import Budget, LoadTarget, Player, Session, measure, warm_up
 from benchmarks.table.rows import Results, Row, read_rows
@@ -215,6 +215,19 @@ def test_our_server_is_fair_to_every_adapter(ours: LoadTarget) -> None:
     load = replace(play.what.load, requests=6, rate=20.0)
     [row] = played(ours, Play(Fair(load, Terms("", 0, 16, 4, flood_lead_s=0.1)), 1.0))
     assert (row["case"], row["requests"], row["errors"]) == ("flood", 6, 0)
+
+
+def test_our_server_answers_what_comes_by_chance(ours: LoadTarget) -> None:
+    steady, highest = (play.what for play in groups(SMALL)["open-loop"].plays)
+    assert isinstance(steady, Open)
+    assert isinstance(highest, Open)
+    loads = [replace(each.load, models=("a0", "a1"), rate=20.0) for each in (steady, highest)]
+    row, found = played(ours, *(Play(Open(load, load is loads[1]), 1.0) for load in loads))
+    assert (row["case"], row["errors"]) == ("steady", 0)
+    assert (found["case"], found["errors"]) == ("highest", 0)
+    assert 5 < row["requests"] < 50
+    assert row["cached_prompt_tokens"] > 0, "system prompts are shared"
+    assert [rate for rate, _ in found["tried"]] in ([10.0, 20.0], [20.0, 40.0])
 
 
 def test_our_server_holds_some_answers_to_a_schema(setup: Setup) -> None:
