@@ -92,7 +92,8 @@ class LimitsConfig(Config):
     make those requests wait longer for their next tokens; fewer lower the throughput. None: as
     many as the budget holds.
     token_gap_ms: what a step with prompts in which other requests generate should take at most, in
-    milliseconds; prompts get the tokens that fit, by what steps have taken so far. None: no bound.
+    milliseconds, or three times as long as without prompts if that is more; prompts get the tokens
+    that fit, by what steps have taken so far. None: no bound.
     max_running: requests that run at once; each has a batch slot.
     max_queued: requests that may wait; beyond it clients get 429, except for adapters with less
     than an equal part of the queue.
@@ -107,7 +108,7 @@ class LimitsConfig(Config):
 
     max_step_tokens: PositiveInt = 2048
     max_mixed_prompt_tokens: PositiveInt | None = None
-    token_gap_ms: PositiveFloat | None = None
+    token_gap_ms: PositiveFloat | None = 28.0
     max_running: PositiveInt = 256
     max_queued: NonNegativeInt = 768
     max_total_tokens: PositiveInt | None = None

@@ -24,8 +24,14 @@ ALIGNMENT = 128
 RISE, FALL = 0.5, 0.25
 """Of the newest step in an average: costs are believed sooner than savings."""
 
+LEAST_SHARE = 2.0
+"""Of a step without prompts: what prompts may always add to it."""
+
 GROWTH = 1.5
 """From the size that was measured to the next one."""
+
+PROBE_STEPS = 64
+"""Steps with prompts in a row, at most, before one without them shows what decoding takes now."""
 
 LONGEST = 2.0
 """Times the average: a step that took longer was disturbed, and counts as this."""
@@ -42,6 +48,8 @@ class StepCosts:
         self.token_s: float | None = None
         self._budget = self._measured = FIRST_TOKENS
         self._applied_at = 0.0
+        self._mixed = 0
+        self._rows = 0
 
     def applied(self, step: StepBuilder, now: float) -> None:
         """Learn from a step that was applied at `now`, in seconds."""
@@ -55,7 +63,17 @@ class StepCosts:
         # Requests of batches run in the background: gaps between their tokens do not matter.
         if limits.token_gap_s is None or all(request.background for request in generating):
             return most
+        if self._is_probe(len(generating)):
+            return 0
         return min(most, self.budget(limits.token_gap_s, len(generating)))
+
+    def _is_probe(self, generating: int) -> bool:
+        """Whether a step should have no prompts, to learn what it takes without."""
+        self._mixed += 1
+        if self._mixed <= PROBE_STEPS and generating <= GROWTH * self._rows:
+            return False
+        self._rows, self._mixed = generating, 0
+        return True
 
     def record(self, tokens: int, generating: int, seconds: float) -> None:
         """A step computed so many tokens, `generating` of them the next ones of requests."""
@@ -63,7 +81,10 @@ class StepCosts:
         if not tokens:
             return
         if not prompt_tokens:
-            self.decode_s = _average(self.decode_s, seconds)
+            # Of another number of rows it says little.
+            is_alike = generating <= GROWTH * self._rows
+            self.decode_s = _average(self.decode_s if is_alike else None, seconds)
+            self._rows, self._mixed = generating, 0
         # What a token adds to a much smaller step says nothing about one of this size.
         elif prompt_tokens >= max(LEAST_TOKENS, self._budget / 2):
             before = (self.decode_s or 0.0) if generating else 0.0
@@ -74,13 +95,13 @@ class StepCosts:
     def budget(self, gap_s: float, generating: int) -> int:
         """Prompt tokens with which a step takes `gap_s` at most, beside so many generated ones.
 
-        A step may always be half as long again as it is without prompts, which could not be
-        computed otherwise where decoding alone takes long.
+        A step may always be three times as long as it is without prompts. Shorter ones cost
+        throughput, and prompts would wait for ever where decoding alone takes long.
         """
         if self.token_s is None:
             return FIRST_TOKENS
         decode_s = self.decode_s or 0.0
-        room_s = max(gap_s - decode_s, decode_s / 2)
+        room_s = max(gap_s - decode_s, LEAST_SHARE * decode_s)
         wanted = room_s / self.token_s if self.token_s else inf
         # Step by step: what is known holds near the size that was measured.
         most = max(self._measured * GROWTH, self._measured + 2 * ALIGNMENT)

@@ -48,16 +48,17 @@ def test_steps_take_nearly_the_gap_and_no_more(generating: int) -> None:
     found = budgets(costs, gpu, generating, 30)
     taken = [gpu(tokens, generating) for tokens in found[10:]]
     # Sizes are whole multiples of 128 tokens.
-    assert min(taken) > GAP_S - 0.000022 * 140
-    assert max(taken) < GAP_S * 1.02
+    bound = max(GAP_S, 3 * gpu(0, generating))
+    assert min(taken) > bound - 0.000022 * 140
+    assert max(taken) < bound * 1.02
     assert all((tokens + generating) % 128 == 0 for tokens in found[1:])
 
 
 def test_it_follows_those_that_generate() -> None:
     costs = StepCosts()
     few = budgets(costs, gpu, 2, 20)[-1]
-    many = budgets(costs, gpu, 256, 20)[-1]
-    assert many < few - 256
+    many = budgets(costs, gpu, 64, 20)[-1]
+    assert many < few - 100
     assert budgets(costs, gpu, 2, 20)[-1] == few
 
 
@@ -65,7 +66,7 @@ def test_where_decoding_takes_longer_than_the_gap_prompts_still_go_on() -> None:
     found = budgets(StepCosts(), slow, 8, 40)
     longest = slow(found[-1], 8)
     assert found[-1] >= LEAST_TOKENS - 8
-    assert longest < 1.6 * slow(0, 8)
+    assert longest < 3.1 * slow(0, 8)
 
 
 def test_cheap_prompts_have_large_steps() -> None:
@@ -112,6 +113,31 @@ def test_the_scheduler_measures_its_steps() -> None:
     assert max(taken) < GAP_S * 1.1
     assert max(taken[8:]) < GAP_S * 1.02
     assert min(taken[8:20]) > GAP_S * 0.85
+
+
+def test_a_step_without_prompts_shows_what_many_rows_take() -> None:
+    """Prompts come all the time, so no step would be without them."""
+    limits = Limits(max_step_tokens=4096, token_gap_s=GAP_S, max_running=256)
+    large = structs.replace(capacity(), num_blocks=90000, max_total_tokens=100000)
+    scheduler = Scheduler(limits, large)
+    for number in range(200):
+        scheduler.add(make_request(number, [number + 1] * 8, 900), 0.0)
+    now, plain = 0.0, []
+    for step in range(400):
+        if step % 10 == 0:
+            scheduler.add(make_request(1000 + step, [1000 + step] * 20000, 2), now)
+        plan = scheduler.schedule(now)
+        tokens, generating = (
+            sum(r.length for r in plan.rows),
+            sum(r.length == 1 for r in plan.rows),
+        )
+        now += 3 * gpu(tokens - generating, generating)
+        run(scheduler, plan, now)
+        plain.append(tokens == generating)
+    # 200 rows take 49.5 ms, more than the bound; beside them prompts may take twice as long.
+    assert gpu(0, 200) * 3 > GAP_S
+    assert 2 < sum(plain[20:]) < 12
+    assert tokens - generating > 1000
 
 
 def test_alone_or_beside_the_background_a_prompt_takes_whole_steps() -> None:
