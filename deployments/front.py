@@ -60,6 +60,8 @@ def limited(text: str, limits: FrontLimits) -> str:
     """Serve's configuration with these limits; one that has them already is left as it is."""
     # A process that can write to this socket controls HAProxy: only its own user may.
     text = text.replace(" mode 666 level admin", " mode 600 level admin")
+    if re.search(r"^ +use_backend ", text, re.MULTILINE) is None:
+        text = _NOT_FOUND.sub(_NOT_YET, text)
     found = re.search(r"^frontend http_frontend\n\s+bind .*\n", text, re.MULTILINE)
     most = re.search(r"^\s+maxconn (\d+)$", text, re.MULTILINE)
     if found is None or most is None or _MARK in text:
@@ -79,6 +81,9 @@ def limited(text: str, limits: FrontLimits) -> str:
     return text[: found.end()] + lines + text[found.end() :]
 
 
+# A front that has just started knows no application: 404 would tell clients not to try again.
+_NOT_FOUND = re.compile(r"(backend default_backend\n +http-request return status) 404 .*")
+_NOT_YET = r'\1 503 content-type text/plain string "No application is known yet" hdr retry-after 1'
 _LOCAL = "127.0.0.0/8 ::1"
 _MARK = "# Added by loray-haproxy."
 

@@ -72,6 +72,17 @@ def test_haproxy_accepts_the_configuration(written: str, tmp_path: Path) -> None
     assert checked.returncode == 0, checked.stderr
 
 
+def test_requests_may_come_again_while_no_application_is_known(written: str) -> None:
+    """As after the front's death: Serve tells the next one of the applications a moment later."""
+    assert "return status 404" in written
+    text = section(front.limited(written, LIMITS), "backend default_backend")
+    assert "return status 503" in text
+    assert "hdr retry-after 1" in text
+    default = "    default_backend default_backend\n"
+    known = written.replace(default, "    use_backend loray if is_loray\n" + default)
+    assert "return status 404" in front.limited(known, LIMITS)
+
+
 def test_the_ports_of_serves_configuration(written: str) -> None:
     assert front.listening(written) == [
         Port("", 9101, "RAY_SERVE_HAPROXY_METRICS_PORT"),
