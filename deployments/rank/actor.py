@@ -12,7 +12,7 @@ from configs.env import cuda_ordinal
 from configs.interpreter import shorten_switch_interval
 from configs.observability import LogFormat
 from deployments.observability.logs import configure_logs
-from deployments.rank.messages import LoadReport, StoreAddress
+from deployments.rank.messages import LoadReport, MeasuredMemory, StoreAddress
 from deployments.rank.standby import RankProcess
 from deployments.rank.transport import Address, dial
 
@@ -66,11 +66,13 @@ class RankActor:
         self._store, address = open_store(ray.util.get_node_ip_address(), size, timeout_s)
         return address
 
-    def measure(self, store: StoreAddress, timeout_s: float) -> int:
-        """Join the group, load the weights; returns how many cache blocks fit."""
+    def measure(
+        self, store: StoreAddress, timeout_s: float, before: MeasuredMemory | None
+    ) -> MeasuredMemory:
+        """Join the group, load the weights, as `RankHost.measure` does."""
         from deployments.rank.host import join_store
 
-        return self._host.measure(join_store(store, timeout_s), timeout_s)
+        return self._host.measure(join_store(store, timeout_s), timeout_s, before)
 
     def allocate(self, num_blocks: int, record: bool) -> LoadReport:
         """Allocate the cache and warm up; record: CUDA graphs, too."""

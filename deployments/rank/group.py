@@ -22,7 +22,7 @@ from configs.engine import EngineConfig
 from configs.env import RANK_ENVIRONMENT
 from configs.observability import LogFormat
 from deployments.rank.actor import RankActor
-from deployments.rank.messages import LoadReport
+from deployments.rank.messages import LoadReport, MeasuredMemory
 from deployments.rank.processes import await_end, sigkill
 from deployments.rank.standby import RankProcess, StandbyRanks
 from deployments.rank.transport import Listener, RankLinks, RanksLost
@@ -57,6 +57,8 @@ class RayRanks:
         self._ending: list[Callable[[float], object]] = []
         self._standby = StandbyRanks(self._spawn_standby)
         self._has_served = False
+        # What the last ranks that served have measured; a start that fails forgets it.
+        self._measured: list[MeasuredMemory | None] = [None] * self._num_ranks
 
     def start(self) -> tuple[RankLinks, list[LoadReport]]:
         """Start, load and connect every rank; RanksLost says which step failed."""
@@ -71,8 +73,13 @@ class RayRanks:
             store = ray.get(self._actors[0].open_store.remote(size, timeout_s), timeout=timeout_s)
             logger.info("%d ranks started in %.1f s, loading", size, time.monotonic() - began)
             self.await_ends()
-            measured = [actor.measure.remote(store, timeout_s) for actor in self._actors]
-            num_blocks = min(ray.get(measured, timeout=timeout_s))
+            before, self._measured = self._measured, [None] * size
+            measuring = [
+                actor.measure.remote(store, timeout_s, memory)
+                for actor, memory in zip(self._actors, before, strict=True)
+            ]
+            measured = ray.get(measuring, timeout=timeout_s)
+            num_blocks = min(memory.num_blocks for memory in measured)
             # Requests wait for ranks that take over: their graphs come while steps run already.
             record = not (self._has_served and self._config.recovery.standby)
             allocated = [actor.allocate.remote(num_blocks, record) for actor in self._actors]
@@ -82,6 +89,8 @@ class RayRanks:
             self.stop()
             raise RanksLost(f"the ranks did not start: {error}") from error
         self._has_served = True
+        if self._config.recovery.standby:
+            self._measured = measured
         if self._has_standby:
             self._standby.prepare(self._actors, self._processes)
         return self._links, reports

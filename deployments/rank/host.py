@@ -12,7 +12,7 @@ from torch.distributed import Store, TCPStore
 from configs.engine import EngineConfig
 from configs.env import read_kernels
 from configs.wire.plan import Capacity
-from deployments.rank.messages import LoadReport, StoreAddress
+from deployments.rank.messages import LoadReport, MeasuredMemory, StoreAddress
 from deployments.rank.transport import Channel
 from deployments.rank.worker import Worker
 from modeling.kernel_cache import warn_of_other_kernels
@@ -23,6 +23,8 @@ from modeling.runner.select import load_runner
 from modeling.runner.shared import BaseRunner, LoadedRunner
 from sharding.connect import connect
 from sharding.group import TensorParallel
+
+_LIBRARY_BYTES = 2**28
 
 
 def open_store(host: str, size: int, timeout_s: float) -> tuple[Store, StoreAddress]:
@@ -72,8 +74,13 @@ class RankHost:
         device = self._enter_thread()
         return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
 
-    def measure(self, store: Store, timeout_s: float) -> int:
-        """Join the group and load the weights; returns how many cache blocks would fit."""
+    def measure(
+        self, store: Store, timeout_s: float, before: MeasuredMemory | None = None
+    ) -> MeasuredMemory:
+        """Join the group and load the weights; returns how many cache blocks would fit.
+
+        before: what the rank that this one replaces has measured; it holds where as much is free.
+        """
         self._started = time.monotonic()
         device = self._enter_thread()
         warn_of_other_kernels(device)
@@ -82,9 +89,18 @@ class RankHost:
         # With an ordinal, this process sees GPUs of other ranks, too, and must not use them.
         spread = self._cuda_ordinal is None
         self._loaded = load_runner(self._config, self._group, device, spread)
+        free = self.free_device_bytes()
+        if before is not None and self._agreed(_is_as_free(free, before.free_bytes), device):
+            return before
         tokens = self._config.limits.max_batch_total_tokens
         allowed = sys.maxsize if tokens is None else self._loaded.blocks_of(tokens)
-        return min(self._loaded.measure(), allowed)
+        return MeasuredMemory(min(self._loaded.measure(), allowed), free)
+
+    def _agreed(self, holds: bool, device: torch.device) -> bool:
+        """Whether it holds on all ranks: they measure together, or none does."""
+        assert self._group is not None
+        count = torch.full((4,), float(holds), device=device)
+        return self._group.all_reduce(count)[0].item() == self._config.tensor_parallel
 
     def allocate(self, num_blocks: int, record: bool = True) -> LoadReport:
         """Allocate num_blocks of cache (the group's minimum) and report what this rank holds.
@@ -138,6 +154,11 @@ class RankHost:
         else:
             torch.set_num_threads(self._config.cpu_threads)
         return device
+
+
+def _is_as_free(here: int | None, before: int | None) -> bool:
+    """Whether a GPU has as much free memory as before, but for what libraries take at times."""
+    return here is not None and before is not None and here >= before - _LIBRARY_BYTES
 
 
 def capacity_of(report: RunnerReport) -> Capacity:

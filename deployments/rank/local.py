@@ -32,7 +32,7 @@ class LocalRanks:
         store = memory_store()
         with ThreadPoolExecutor(size) as pool:
             measured = pool.map(lambda host: host.measure(store, timeout_s), hosts)
-            num_blocks = min(measured)
+            num_blocks = min(memory.num_blocks for memory in measured)
             reports = list(pool.map(lambda host: host.allocate(num_blocks), hosts))
         pairs = [socket.socketpair() for _ in hosts]
         for rank, (host, (_, rank_end)) in enumerate(zip(hosts, pairs, strict=True)):

@@ -131,6 +131,16 @@ class StoreAddress(msgspec.Struct, frozen=True):
     size: int
 
 
+class MeasuredMemory(msgspec.Struct, frozen=True):
+    """What fits on a rank beside its weights.
+
+    num_blocks: of cache. free_bytes: of its GPU before any were allocated; None on a CPU.
+    """
+
+    num_blocks: int
+    free_bytes: int | None
+
+
 class LoadReport(msgspec.Struct, frozen=True):
     """A rank's report when its weights are loaded and its cache is allocated.
 

@@ -23,7 +23,7 @@ from configs.engine import EngineConfig
 from deployments.rank.host import RankHost
 from sharding.group import memory_store
 host = RankHost(EngineConfig.model_validate_json(sys.argv[1]), sys.argv[2], 0)
-host.allocate(host.measure(memory_store(), 60.0))
+host.allocate(host.measure(memory_store(), 60.0).num_blocks)
 """
 
 

@@ -1,11 +1,16 @@
 """Where ranks meet: the store listens where it should and nowhere else."""
 
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 
 import pytest
 
-from deployments.rank.host import join_store, open_store
+from configs.engine import EngineConfig
+from deployments.rank.host import RankHost, join_store, open_store
+from deployments.rank.messages import MeasuredMemory
+from sharding.group import memory_store
 
 TIMEOUT_S = 60.0
 
@@ -19,3 +24,28 @@ def test_the_store_listens_on_the_nodes_address_alone() -> None:
     assert other.get("key") == b"value"
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", address.port), TIMEOUT_S)
+
+
+def test_ranks_that_take_over_measure_only_where_less_memory_is_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All of them or none, for a measurement is a step of all ranks."""
+    config = EngineConfig.model_validate(
+        {"model": {"id": "configs/demo/model"}, "device": "cpu", "tensor_parallel": 2}
+    )
+    hosts = [RankHost(config, config.model.id, rank) for rank in range(2)]
+    free = [10 * 2**30, 10 * 2**30]
+    for rank, host in enumerate(hosts):
+        monkeypatch.setattr(host, "free_device_bytes", partial(free.__getitem__, rank))
+
+    def measured(before: MeasuredMemory | None) -> list[MeasuredMemory]:
+        store = memory_store()
+        with ThreadPoolExecutor(2) as pool:
+            return list(pool.map(lambda host: host.measure(store, TIMEOUT_S, before), hosts))
+
+    [first, other] = measured(None)
+    assert first == other == MeasuredMemory(first.num_blocks, free[0])
+    known = MeasuredMemory(7, free[0])
+    assert measured(known) == [known, known]
+    free[1] -= 2**29
+    assert [memory.num_blocks for memory in measured(known)] == [first.num_blocks] * 2
