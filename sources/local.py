@@ -59,7 +59,8 @@ class LocalSource:
     def listing(self) -> list[str]:
         """Return the ids of the adapters directly under the roots, hidden folders left out."""
         found = (path for root in self._roots for path in root.glob(f"*/{CONFIG_NAME}"))
-        return sorted(path.parent.name for path in found if not path.parent.name.startswith("."))
+        # Roots may have equal names, or be one folder: the first one that has a name serves it.
+        return sorted({path.parent.name for path in found if not path.parent.name.startswith(".")})
 
     def _find(self, name: str) -> tuple[Path, Path]:
         """Return the root and the folder of an id; AdapterError if there is none."""

@@ -271,7 +271,7 @@ def read_shared_memory(segment: str, size: int | None, into: IncomingWeights, na
 
     size: bytes to copy, None for the whole segment, which may be padded to whole pages.
     """
-    if "/" in segment or segment in ("", ".", ".."):
+    if "/" in segment or "\0" in segment or segment in ("", ".", ".."):
         message = f"`shared_memory` must be a segment's plain name, not {segment!r}"
         raise AdapterError(AdapterRefusal.UNSUPPORTED, message)
     try:

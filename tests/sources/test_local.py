@@ -36,6 +36,15 @@ def test_a_local_adapter_is_found_under_its_root(tmp_path: Path) -> None:
     ]
 
 
+def test_a_name_in_several_roots_is_listed_once(tmp_path: Path) -> None:
+    for root in ("one", "two"):
+        write(tmp_path / root / "red")
+    roots = [str(tmp_path / root) for root in ("one", "two", "one")]
+    store = sources(tmp_path, local_roots=roots)
+    assert store.known_local() == ["red"]
+    assert fetch(store, local("red")).folder == tmp_path / "one" / "red"
+
+
 @pytest.mark.parametrize("name", ["../outside", "red/../../outside", "link", "missing", "/etc"])
 def test_nothing_outside_the_roots_is_read(tmp_path: Path, name: str) -> None:
     outside = write(tmp_path / "outside")

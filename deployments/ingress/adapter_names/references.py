@@ -32,7 +32,9 @@ def model_reference(
 
 
 def listed_name(adapter: AdapterInfo, default_source: AdapterSource) -> str:
-    """The name of a listed adapter."""
+    """The name of a listed adapter; clients name a pushed one as it was pushed."""
+    if adapter.source == AdapterSource.PUSHED.value:
+        return adapter.id
     return _name(adapter.source, adapter.id, default_source)
 
 

@@ -6,7 +6,7 @@ Weights go to a file in memory while they arrive, so a push of any size takes a 
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 from python_multipart.exceptions import FormParserError
@@ -46,7 +46,7 @@ class _SharedMemoryBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     lora_name: str
     adapter_config: msgspec.Raw
     shared_memory: str
-    size: int | None = None
+    size: Annotated[int, msgspec.Meta(ge=1)] | None = None
     load_inplace: bool = False
 
 

@@ -41,6 +41,7 @@ class Bases:
         self.apps: dict[str, FastAPI] = {}
         for name, own in (("small", "pirate"), ("large", "sql")):
             listed = [AdapterInfo(each, "local", "disk") for each in ("poet", own)]
+            listed += [AdapterInfo("policy", "pushed", "known")] if name == "large" else []
             info = replace(
                 engine_info(folder, tokenizer),
                 model_id=f"org/{name}", model_name=name, adapters=listed,
@@ -95,6 +96,7 @@ def local(name: str) -> AdapterReference:
         ("org/large", "large", None),
         ("pirate", "small", "pirate"),
         ("sql", "large", "sql"),
+        ("policy", "large", "policy"),
         ("poet", "small", "poet"),
         ("large/poet", "large", "poet"),
         ("small/org/any", "small", "org/any"),
@@ -131,7 +133,7 @@ def test_a_path_or_a_header_names_the_base_of_lorax_routes(bases: Bases, http: T
 def test_all_models_are_listed_and_each_can_be_looked_up(http: TestClient) -> None:
     listed = http.get("/v1/models").json()["data"]
     ids = [row["id"] for row in listed]
-    assert ids == ["small", "poet", "pirate", "large", "large/poet", "sql"]
+    assert ids == ["small", "poet", "pirate", "large", "large/poet", "sql", "policy"]
     for id in ids:
         found = http.get(f"/v1/models/{id}")
         assert found.status_code == 200, found.text
@@ -241,7 +243,7 @@ def test_each_base_has_its_own_keys(tmp_path: Path) -> None:
         assert [ask(http, "large", "b") for _ in range(2)] == [200, 429]
         assert ask(http, "large", "unknown") == 401
         listed = http.get("/v1/models", headers={"authorization": "Bearer b"}).json()["data"]
-        assert [row["id"] for row in listed] == ["large", "poet", "sql"]
+        assert [row["id"] for row in listed] == ["large", "poet", "sql", "policy"]
         assert http.get("/v1/models").status_code == 401
 
 

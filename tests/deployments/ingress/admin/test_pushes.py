@@ -153,6 +153,8 @@ def test_bad_forms_are_refused_and_nothing_is_served(
         ({"shared_memory": "../../etc/passwd"}, "plain name"),
         ({"shared_memory": "no-such-segment"}, "cannot be read"),
         ({"shared_memory": ".."}, "plain name"),
+        ({"shared_memory": "a\0b"}, "plain name"),
+        ({"shared_memory": "x", "size": -1}, "$.size"),
         ({}, "shared_memory"),
         ({"shared_memory": "x", "path": "/etc"}, "path"),
     ],
