@@ -80,9 +80,12 @@ class LoadPolicy:
         self._uses = {"kv_use": kv_use, "batch_use": batch_use, "adapter_use": adapter_use}
         self._queue_seconds = queue_seconds
         self._ongoing = ongoing_requests
-        for name, target in {**self._uses, "queue_seconds": queue_seconds}.items():
-            if not target > 0:
-                raise ValueError(f"policy_kwargs.{name} ({target}) must be above 0")
+        targets = {**self._uses, "queue_seconds": queue_seconds}
+        if ongoing_requests is not None:
+            targets["ongoing_requests"] = ongoing_requests
+        for name, target in targets.items():
+            if not (isinstance(target, int | float) and target > 0):
+                raise ValueError(f"policy_kwargs.{name} ({target}) must be a number above 0")
 
     def __call__(self, context: ScalingContext) -> tuple[float, dict[str, Any]]:
         """The number of replicas to have, before Serve's delays; no state."""

@@ -16,6 +16,7 @@ from configs.model import ModelConfig
 from configs.runtime import RuntimeConfig, with_runtime
 from configs.serve import BasesConfig, ServeConfig
 from configs.wire.adapters import AdapterError, AdapterSource, parse_reference
+from deployments.autoscaling import LoadPolicy
 from deployments.commands.failing import fail
 from sources.base import PACKAGE_ROOT
 from sources.local import LocalSource
@@ -23,6 +24,7 @@ from sources.model import ModelNotFound, fetch_model_config
 
 Part = TypeVar("Part", bound=Config)
 
+_POLICY = f"{LoadPolicy.__module__}:{LoadPolicy.__qualname__}"
 _ONE, _SEVERAL = "deployments.app:build", "deployments.app:build_bases"
 
 
@@ -77,6 +79,8 @@ def config_faults(config: Mapping[str, Any]) -> list[str]:
         ServeDeploySchema.model_validate(config)
     except ValueError as error:
         found = faults(error)
+    except (ImportError, AttributeError):
+        found = []  # It imports policies: `_scaling_faults` says which.
     else:
         found = []
     http = config.get("http_options")
@@ -92,6 +96,7 @@ def config_faults(config: Mapping[str, Any]) -> list[str]:
             inner = f"{where}.deployments.{one.get('name')}."
             found += _unknown(inner, one, DeploymentSchema.model_fields)
             found += _unknown_inside(inner, one)
+            found += [f"{inner}autoscaling_config: {fault}" for fault in _scaling_faults(one)]
         found += [f"{where}: {fault}" for fault in _app_faults(app)]
     return found
 
@@ -136,6 +141,25 @@ def _unknown_inside(where: str, given: Mapping[str, Any]) -> Iterator[str]:
     for name, schema in schemas.items():
         if isinstance(part := given.get(name), dict):
             yield from _unknown(f"{where}{name}.", part, schema.model_fields)
+
+
+def _scaling_faults(deployment: Mapping[str, Any]) -> list[str]:
+    """Faults of a deployment's autoscaling, which Serve looks at only when it deploys."""
+    from ray.serve.config import AutoscalingConfig
+
+    given = deployment.get("autoscaling_config")
+    if not isinstance(given, dict):
+        return []
+    try:
+        AutoscalingConfig.model_validate(given)
+        policy = given.get("policy") or {}
+        if policy.get("policy_function") == _POLICY:
+            LoadPolicy(**policy.get("policy_kwargs") or {})
+    except ValueError as error:
+        return faults(error)
+    except (ImportError, AttributeError, TypeError) as error:
+        return [f"policy: {error}"]
+    return []
 
 
 def _applications(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:

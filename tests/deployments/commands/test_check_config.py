@@ -32,6 +32,15 @@ def user(given: Any) -> Edit:
     return lambda config: driver(config).update(user_config=given)
 
 
+def scaling(**given: Any) -> Edit:
+    return lambda config: driver(config).update(autoscaling_config=given)
+
+
+def policy(**targets: Any) -> Edit:
+    found = {"policy_function": "deployments.autoscaling:LoadPolicy", "policy_kwargs": targets}
+    return scaling(policy=found)
+
+
 def model(name: Any) -> Edit:
     return lambda config: served(config)["args"]["engine"]["model"].update(id=name)
 
@@ -65,6 +74,7 @@ GOOD: dict[str, Edit] = {
         {"pinned_adapters": ["pirate"], "names": {"x": "local:shout"}, "max_step_tokens": 256,
          "adapters": {"pirate": {"weight": 2}}}
     ),
+    "a policy of autoscaling": policy(queue_seconds=0.1),
     "an adapter of the hub": user({"pinned_adapters": ["hub:acme/sql@v2"]}),
     "another application": lambda config: config["applications"].append(
         {"name": "other", "route_prefix": "/other", "import_path": "other:app", "args": {"x": 1}}
@@ -106,6 +116,15 @@ BAD: dict[str, tuple[Edit, list[str]]] = {
     ),
     "a key of Serve's": (
         lambda config: config["http_options"].update(port="many"), ["http_options.port"]
+    ),
+    "more replicas than most": (
+        scaling(min_replicas=5, max_replicas=4), ["max_replicas (4) must"]
+    ),
+    "a target of the policy that is none": (policy(queue_secs=1), ["Driver.", "'queue_secs'"]),
+    "a target of the policy below 0": (policy(kv_use=-1), ["policy_kwargs.kv_use (-1) must be a number above 0"]),
+    "a policy that is not there": (
+        scaling(policy={"policy_function": "no_such_module:f"}),
+        ["Driver.autoscaling_config: policy: No module named 'no_such_module'"],
     ),
     "an option of Serve's deployment": (
         lambda config: driver(config).update(num_replics=2), ["num_replics"]
