@@ -15,7 +15,8 @@ $(SERVES): pyproject.toml
 	@echo "==> setting up $(VENV) (about a minute at the first time)"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || (echo "LoRay needs Python 3.11 or newer: make PYTHON=python3.11 ..." && exit 1)
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) -e .
+	@# Compiling all that is installed takes longer than what a start compiles of it.
+	$(PIP) --no-compile -e .
 	@touch $(SERVES)
 
 $(READY): $(SERVES)

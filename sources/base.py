@@ -178,11 +178,13 @@ def check_texts(files: Iterable[tuple[str, int]], name: str) -> None:
             )
 
 
-def check_size(num_bytes: int, name: str, max_bytes: int) -> None:
-    """Refuse an adapter above the server's limit."""
+def check_size(
+    num_bytes: int, name: str, max_bytes: int, setting: str = "adapters.max_file_bytes"
+) -> None:
+    """Refuse an adapter above the server's limit; setting: what sets it."""
     if num_bytes > max_bytes:
         refuse(
             AdapterRefusal.TOO_LARGE,
             f"adapter {name!r} has {num_bytes} bytes, over the server's limit of {max_bytes} "
-            "(adapters.max_file_bytes)",
+            f"({setting})",
         )

@@ -30,6 +30,7 @@ PIECE_BYTES = 1 << 20
 """Bytes of weights that one thread copies and hashes at a time."""
 
 _PREFIX = "pushed:"
+_LIMITS = "the lower of adapters.max_file_bytes and adapters.push.max_bytes"
 
 
 def origin_of(digest: str) -> str:
@@ -75,7 +76,7 @@ class IncomingWeights:
         begin = self.size
         assert begin % PIECE_BYTES == 0, begin
         self.size += size
-        check_size(self.size, self._name, self._max_bytes)
+        check_size(self.size, self._name, self._max_bytes, _LIMITS)
 
         offsets = range(0, size, PIECE_BYTES)
 
