@@ -121,7 +121,7 @@ BAD: dict[str, tuple[Edit, list[str]]] = {
         scaling(min_replicas=5, max_replicas=4), ["max_replicas (4) must"]
     ),
     "a target of the policy that is none": (policy(queue_secs=1), ["Driver.", "'queue_secs'"]),
-    "a target of the policy below 0": (policy(kv_use=-1), ["policy_kwargs.kv_use (-1) must be a number above 0"]),
+    "a target of the policy below 0": (policy(kv_use=-1), ["policy_kwargs.kv_use (-1) must"]),
     "a policy that is not there": (
         scaling(policy={"policy_function": "no_such_module:f"}),
         ["Driver.autoscaling_config: policy: No module named 'no_such_module'"],
