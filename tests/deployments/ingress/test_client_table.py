@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib
+import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 from starlette.types import Receive, Scope, Send
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from configs.batches import BatchesConfig
 from configs.wire.adapters import AdapterSource
@@ -43,7 +45,8 @@ class Recorder:
             loopback=True,
             batches=BatchesConfig(storage=str(folder)),
         )
-        self.app = demo_app(demo_config(), settings)
+        config = demo_config(speculation={"kind": "prompt_lookup"})
+        self.app = demo_app(config, settings)
         self.called: set[str] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -68,6 +71,30 @@ def document(url: str) -> set[str]:
     """All routes, as "METHOD /path"."""
     paths = httpx.get(f"{url}/openapi.json", timeout=300).json()["paths"]
     return {f"{method.upper()} {path}" for path, methods in paths.items() for method in methods}
+
+
+def test_guessed_tokens_are_the_models_and_are_marked(url: str) -> None:
+    """The prompt repeats itself, and so does the answer."""
+    prompt = "What is your name? What is your name? What is"
+    model = AutoModelForCausalLM.from_pretrained("configs/demo/model")
+    tokenizer = AutoTokenizer.from_pretrained("configs/demo/model")
+    inputs = tokenizer(prompt, return_tensors="pt")
+    model.generation_config.eos_token_id = None
+    own = model.generate(**inputs, max_new_tokens=40, do_sample=False)
+    expected = own[0, inputs["input_ids"].shape[1] :].tolist()
+    parameters = {"max_new_tokens": 40, "details": True, "ignore_eos_token": True}
+    body = {"inputs": prompt, "parameters": parameters}
+    whole = httpx.post(f"{url}/generate", json=body, timeout=300)
+    details = whole.json()["details"]
+    assert [token["id"] for token in details["tokens"]] == expected
+    marks = [token["skipped"] for token in details["tokens"]]
+    assert details["skipped_tokens"] == sum(marks) > 5
+    assert whole.headers["x-skipped-tokens"] == str(sum(marks))
+    lines = httpx.post(f"{url}/generate_stream", json=body, timeout=300).text.splitlines()
+    events = [json.loads(line.removeprefix("data:")) for line in lines if line]
+    assert [event["token"]["id"] for event in events] == expected, "one event a token"
+    assert events[-1]["details"]["skipped_tokens"] == sum(e["token"]["skipped"] for e in events) > 5
+    assert "prompt_lookup" in httpx.get(f"{url}/info").json()["chosen"]["speculation"]
 
 
 def _table() -> dict[str, dict[str, str]]:

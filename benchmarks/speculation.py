@@ -1,0 +1,166 @@
+"""What drafts gain, and what wrong ones cost: `python -m benchmarks.speculation`.
+
+One rank's runner under the real scheduler, in one process: random base weights with a head of
+zeros, so that each answer is token 0 and repeats itself: the easiest text to look up. Of the
+drafts found so, a share is made wrong on purpose. Each case is run with and without drafts, by
+turns. It needs one GPU, or `--device cpu` with `--layers 1`.
+"""
+
+import argparse
+import random
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import cast
+
+import torch
+from torch import nn
+
+from benchmarks.workload import SHAPES, write_model
+from configs.engine import AttentionKind, CacheConfig, Device, EngineConfig, LimitsConfig
+from configs.model import LoadFormat, ModelConfig
+from configs.wire.plan import StepPlan
+from configs.wire.sampling import Sampling, Stopping
+from deployments.rank.host import capacity_of
+from deployments.rank.worker import step_result
+from modeling.batch import ForwardBatch, StepOutput
+from modeling.runner.load_paged import load_paged
+from modeling.runner.loading import pick_device
+from modeling.runner.paged import ModelRunner
+from scheduler.admission.limits import Limits
+from scheduler.drafts import Drafter
+from scheduler.request import Request
+from scheduler.scheduler import Scheduler
+from sharding.group import SingleRank
+
+PROMPT = 512
+"""Tokens of each prompt."""
+
+
+class GuessingDrafter(Drafter):
+    """Drafts that end after a right token with a given chance: the next one is wrong."""
+
+    def __init__(self, right: float, seed: int) -> None:
+        super().__init__()
+        self._right = right
+        self._random = random.Random(seed)
+
+    def find(self, tokens: Sequence[int], length: int) -> tuple[int, ...]:
+        """Return the draft, each token of it right with the same chance."""
+        found = super().find(tokens, length)
+        return tuple(t if self._random.random() < self._right else t + 1 for t in found)
+
+
+class Serving:
+    """A runner under a scheduler, two plans in flight, as a driver and its rank have it."""
+
+    def __init__(self, runner: ModelRunner, limits: Limits) -> None:
+        self._runner = runner
+        self._scheduler = Scheduler(limits, capacity_of(runner.report))
+        self._flying: deque[tuple[StepPlan, StepOutput]] = deque()
+        self.num_steps = 0
+
+    def answer(self, rows: int, tokens: int, right: float) -> float:
+        """Return the seconds from the first generated token of all rows to the last."""
+        requests = []
+        for index in range(rows):
+            prompt = [5 + index, *range(5, 4 + PROMPT)]
+            request = Request(("r", index), prompt, Sampling(), Stopping(tokens))
+            request.drafter = GuessingDrafter(right, index)
+            self._scheduler.add(request, 0.0)
+            requests.append(request)
+        self._run(lambda: all(each.num_generated for each in requests))
+        start, known = time.perf_counter(), sum(each.num_generated for each in requests)
+        self.num_steps = 0
+        self._run(lambda: not self._scheduler.has_work)
+        assert known < rows * tokens / 4
+        return time.perf_counter() - start
+
+    def _run(self, done: Callable[[], bool]) -> None:
+        while not done():
+            plan = self._scheduler.schedule(time.monotonic())
+            if not plan.empty:
+                output = self._runner.step(ForwardBatch(plan.joins, plan.rows))
+                self._flying.append((plan, output))
+                self.num_steps += 1
+            if self._flying and (plan.empty or len(self._flying) == 2):
+                oldest, launched = self._flying.popleft()
+                result = step_result(oldest, launched.wait(), 0.0)
+                self._scheduler.apply(oldest, result, time.monotonic())
+
+
+def make_runner(folder: Path, options: argparse.Namespace) -> ModelRunner:
+    """Return a runner with a head of zeros."""
+    write_model(folder, options.shape, layers=options.layers)
+    rows = max(options.rows)
+    total = PROMPT + options.tokens
+    config = EngineConfig(
+        model=ModelConfig(id=str(folder), load_format=LoadFormat.DUMMY),
+        device=Device(options.device),
+        attention=AttentionKind(options.attention),
+        limits=LimitsConfig(max_running=rows, max_step_tokens=2048, max_total_tokens=total),
+        cache=CacheConfig(num_blocks=rows * (total // 16 + 2), prefix_caching=False),
+    )
+    loading = load_paged(config, SingleRank(), pick_device(config.device))
+    model = cast(nn.Module, loading.parts.weights.model)
+    heads = [weight for name, weight in model.named_parameters() if "lm_head" in name]
+    assert heads, "a model without a head of its own"
+    for weight in heads:
+        weight.data.zero_()
+    return loading.allocate()
+
+
+def measure(options: argparse.Namespace, folder: Path) -> None:
+    """Print each case's tokens a second with drafts and without: medians over turns."""
+    runner = make_runner(folder, options)
+    limits = Limits(max_step_tokens=2048, max_running=max(options.rows), prefix_caching=False)
+    drafting = Limits(
+        max_step_tokens=2048,
+        max_running=max(options.rows),
+        prefix_caching=False,
+        max_draft_tokens=options.drafts,
+        max_drafting=max(options.rows),
+    )
+    for rows in options.rows:
+        for right in options.right:
+            rates: dict[str, list[float]] = {"without": [], "with": []}
+            steps = {}
+            for _ in range(options.turns):
+                for name, used in (("without", limits), ("with", drafting)):
+                    serving = Serving(runner, used)
+                    seconds = serving.answer(rows, options.tokens, right)
+                    rates[name].append(rows * options.tokens / seconds)
+                    steps[name] = serving.num_steps
+            plain, speculated = (statistics.median(each) for each in rates.values())
+            print(
+                f"{rows:3} rows, {right:4.0%} right: {plain:7.1f} tokens/s without drafts, "
+                f"{speculated:7.1f} with: {speculated / plain:.2f} x, "
+                f"{steps['without']} and {steps['with']} steps"
+            )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure on the device that is here."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama3-8b")
+    parser.add_argument("--layers", type=int, help="fewer than the shape has")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--attention", choices=[str(a) for a in AttentionKind], default="auto")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 8])
+    parser.add_argument("--right", type=float, nargs="+", default=[1.0, 0.7, 0.0])
+    parser.add_argument("--drafts", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--turns", type=int, default=3)
+    parsed = parser.parse_args(arguments)
+    if parsed.device == "cuda" and not torch.cuda.is_available():
+        sys.exit("this benchmark needs a CUDA device, or --device cpu")
+    with TemporaryDirectory() as folder:
+        measure(parsed, Path(folder))
+
+
+if __name__ == "__main__":
+    main()
