@@ -76,7 +76,7 @@ def document(url: str) -> set[str]:
 def test_guessed_tokens_are_the_models_and_are_marked(url: str) -> None:
     """The prompt repeats itself, and so does the answer."""
     prompt = "What is your name? What is your name? What is"
-    model = AutoModelForCausalLM.from_pretrained("configs/demo/model")
+    model: Any = AutoModelForCausalLM.from_pretrained("configs/demo/model", dtype="float32")
     tokenizer = AutoTokenizer.from_pretrained("configs/demo/model")
     inputs = tokenizer(prompt, return_tensors="pt")
     model.generation_config.eos_token_id = None
