@@ -49,9 +49,11 @@ class GuessingDrafter(Drafter):
         self._right = right
         self._random = random.Random(seed)
 
-    def find(self, tokens: Sequence[int], length: int) -> tuple[int, ...]:
+    def find(
+        self, tokens: Sequence[int], length: int, guessed: Sequence[int] = ()
+    ) -> tuple[int, ...]:
         """Return the draft, each token of it right with the same chance."""
-        found = super().find(tokens, length)
+        found = super().find(tokens, length, [0] * len(guessed))
         return tuple(t if self._random.random() < self._right else t + 1 for t in found)
 
 

@@ -20,12 +20,19 @@ MOST_LOOKS = 8
 FIRST_MEAN = 4.0
 """Accepted tokens that are expected of a request's first draft."""
 
+SHORTEST = 2
+"""Tokens of a draft where little is expected."""
+
 WEIGHT = 0.3
 """Of the newest draft in the average of accepted tokens."""
 
-LEAST_ALONE, LEAST_BESIDE = 1.0, 2.0
-"""Accepted tokens a draft that are worth it. A request with a draft waits for the step before, so
-beside others, which need not wait, it gets a row in every second step only."""
+LEAST_ALONE, LEAST_BESIDE = 0.5, 1.5
+"""Accepted tokens a draft that are worth it. A request whose draft is checked may wait, so beside
+others, which do not, it may get a row in every second step only."""
+
+SURE_ALONE, SURE_BESIDE = 0.9, 0.4
+"""The share of drafts that were wholly right, from which the next row does not wait for the check.
+A wrong one costs a request that runs alone a whole step, and waiting only what lies between two."""
 
 SHORTEST_REST, LONGEST_REST = 16, 256
 """Tokens without a draft after drafts that were not worth it; twice as many each time."""
@@ -43,6 +50,7 @@ class Drafter:
         self.num_drafted = 0
         self._known = bytearray()
         self._mean = FIRST_MEAN
+        self._whole = 0.5
         self._rest = SHORTEST_REST
         self._resume_at = 0
 
@@ -59,17 +67,30 @@ class Drafter:
             self._rest = min(2 * self._rest, LONGEST_REST)
             self._mean = least
             return 0
-        return round(2 * self._mean)
+        return max(SHORTEST, round(2 * self._mean))
 
-    def find(self, tokens: Sequence[int], length: int) -> tuple[int, ...]:
+    def is_sure(self, alone: bool) -> bool:
+        """Whether its next draft will probably be right to its end."""
+        return self._whole >= (SURE_ALONE if alone else SURE_BESIDE)
+
+    def find(
+        self, tokens: Sequence[int], length: int, guessed: Sequence[int] = ()
+    ) -> tuple[int, ...]:
         """The `length` tokens that followed the newest earlier occurrence of the last ones.
 
         () without one. tokens: all known ones; they never change, more come behind them.
+        guessed: what is believed to follow them.
         """
         known = self._known
         known += array("i", tokens[len(known) // _BYTES :]).tobytes()
         if len(tokens) <= MATCH or length < 1:
             return ()
+        known += array("i", guessed).tobytes()
+        found = self._after(known, length)
+        del known[len(tokens) * _BYTES :]
+        return found
+
+    def _after(self, known: bytearray, length: int) -> tuple[int, ...]:
         start = self._occurrence(known, len(known) - MATCH * _BYTES)
         if start < 0:
             return ()
@@ -86,12 +107,9 @@ class Drafter:
         # A draft that was right to its end would have been right further.
         seen = num_accepted if num_accepted < num_drafted else num_drafted + 1
         self._mean += WEIGHT * (seen - self._mean)
+        self._whole += WEIGHT * ((num_accepted == num_drafted) - self._whole)
         if num_accepted >= LEAST_BESIDE:
             self._rest = SHORTEST_REST
-
-    def failed(self) -> None:
-        """Learn from a wait for a draft that was not there in the end."""
-        self._mean -= WEIGHT * self._mean
 
     @staticmethod
     def _occurrence(known: bytearray, last: int) -> int:

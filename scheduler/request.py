@@ -67,8 +67,7 @@ class Request:
     own_matcher: no other request shares that matcher.
     waiting_for_matcher: it waits outside its queue until the ranks have prepared the matcher.
     discards_samples: what plans in flight still sample for it is dropped (matchers.py).
-    drafter: finds its drafts. num_drafted: tokens of the draft that a plan in flight checks.
-    waits_for_draft: it has no row until no plan in flight samples for it (speculation.py).
+    drafter: finds its drafts. drafts: that of its last row, while a plan in flight checks it.
     skipped: the indices of generated tokens that came as a draft's, behind another of their step.
     """
 
@@ -113,8 +112,7 @@ class Request:
     waiting_for_matcher: bool = field(default=False, init=False)
     discards_samples: bool = field(default=False, init=False)
     drafter: Drafter = field(default_factory=Drafter, init=False)
-    num_drafted: int = field(default=0, init=False)
-    waits_for_draft: bool = field(default=False, init=False)
+    drafts: tuple[int, ...] = field(default=(), init=False)
     skipped: list[int] = field(default_factory=list, init=False)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list, init=False)
     embedding: bytes = field(default=b"", init=False)
@@ -221,6 +219,14 @@ class Request:
             return FinishReason.STOP_TOKEN
         return FinishReason.LENGTH if count >= stopping.max_new_tokens else None
 
+    def takes(self, start: int) -> bool:
+        """Whether a row from this position counts when it is applied; else it is dropped.
+
+        Not after the request's end, nor if its samples are discarded, nor behind a wrong draft.
+        """
+        dropped = self.status is Status.ENDED or self.discards_samples
+        return not dropped and start == self.computed
+
     def truncate(self, num_generated: int) -> None:
         """Drop the generated tokens beyond the first `num_generated`."""
         keep = max(num_generated, 0)
@@ -238,7 +244,7 @@ class Request:
         """Start anew with the known tokens, which the next RequestJoin sends to the ranks."""
         self.status = Status.WAITING
         self.computed = self.scheduled = self.pending = self.in_flight = self.registered = 0
-        self.covered, self.batch_slot, self.num_drafted = 0, -1, 0
+        self.covered, self.batch_slot, self.drafts = 0, -1, ()
         self.tables, self.freed = [], []
         self.discards_samples = False
 

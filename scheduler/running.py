@@ -219,7 +219,7 @@ class RunningRequests:
         start, computed = request.num_generated, row.start + row.length - len(row.drafts)
         request.pending -= len(sampled)
         if row.drafts:
-            sampled = right_samples(request, row.drafts, sampled)
+            sampled = right_samples(request, row, sampled)
         reason = None
         for index, token in enumerate(sampled):
             self.mark_computed(request, computed + index)
@@ -250,7 +250,7 @@ class RunningRequests:
 
     def _draft(self, request: Request, step: StepBuilder, limits: Limits) -> tuple[int, ...] | None:
         """The draft of a request's row, see `next_draft`; () where nothing is drafted."""
-        if request.num_drafted or (limits.max_draft_tokens and self._chunked):
+        if request.drafts or (limits.max_draft_tokens and self._chunked):
             return next_draft(request, step, limits, len(self.members))
         return ()
 

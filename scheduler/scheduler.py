@@ -126,17 +126,15 @@ class Scheduler:
         events: list[RequestEvent] = []
         next_token, num_requests = 0, len(self._requests)
         self._running.costs.applied(step, now)
-        running, ended = self._running, Status.ENDED  # Looked up once, not for every row.
-        draining = running.draining
+        running, draining = self._running, self._running.draining
         for report in result.reports or ():
             step.requests[report.row].add_prompt_report(report)
         faults = dict(result.faults or ())
         for number, (request, row) in enumerate(zip(step.requests, step.rows, strict=True)):
             request.in_flight -= 1
-            # A token of a request that has ended, or that discards samples, is dropped.
             if number in faults:
                 events += self._give_own_matcher(request, faults[number])
-            elif request.status is not ended and not request.discards_samples:
+            elif request.takes(row.start):
                 if row.samples:
                     self._accept(request, row, result, next_token, now, events)
                 else:

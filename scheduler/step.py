@@ -68,7 +68,7 @@ class StepBuilder:
         self.tokens += length
         request.scheduled = end
         request.in_flight += 1
-        request.num_drafted = len(drafts)
+        request.drafts = drafts
         if samples:
             request.pending = pending + 1
 

@@ -15,7 +15,7 @@ from tests.modeling.parity import BLOCK_SIZE, FAMILIES, World, engine_config
 from tests.modeling.scheduled import Ranks, generate_scheduled
 from tests.modeling.stepping import Answer, Asked
 
-Find = Callable[[Drafter, Sequence[int], int], tuple[int, ...]]
+Find = Callable[[Drafter, list[int], int, Sequence[int]], tuple[int, ...]]
 
 NUM_TOKENS = 40
 
@@ -51,9 +51,11 @@ REQUESTS = [
 def informed(texts: Sequence[list[int]]) -> Find:
     """Drafts of what the texts will be, every sixth token wrong."""
 
-    def find(drafter: Drafter, tokens: Sequence[int], length: int) -> tuple[int, ...]:
-        known = len(tokens)
-        text = next((text for text in texts if text[:known] == list(tokens)), [])
+    def find(
+        drafter: Drafter, tokens: list[int], length: int, guessed: Sequence[int] = ()
+    ) -> tuple[int, ...]:
+        text = next(text for text in texts if text[: len(tokens)] == tokens)
+        known = len(tokens) + len(guessed)
         found = enumerate(text[known : known + length], known)
         return tuple(token + (position % 6 == 0) for position, token in found)
 

@@ -106,7 +106,10 @@ def embedding(states: list[int]) -> bytes:
 
 @dataclass
 class Occupant:
-    """What a rank keeps in a batch slot; known: how many tokens it joined with."""
+    """What a rank keeps in a batch slot; known: how many tokens it joined with.
+
+    guessed_wrong: its last row had a wrong draft: one more may be in flight behind that.
+    """
 
     tokens: list[int]
     slot: int
@@ -117,6 +120,7 @@ class Occupant:
     known: int
     matcher: int = -1
     tables: list[list[int]] = field(default_factory=list)
+    guessed_wrong: bool = False
 
     def cell(self, index: int, group: KvGroup, position: int) -> tuple[int, int]:
         """The block and offset of a position in a KV group."""
@@ -201,15 +205,18 @@ class FakeRanks:
         for join in plan.joins:
             self._join(join)
         self._append_blocks(plan.rows)
+        void = [row for row in plan.rows if self._is_void(row)]
         for row in plan.rows:
-            self.occupants[row.batch_slot].tokens += row.drafts
+            if row not in void:
+                self.occupants[row.batch_slot].tokens += row.drafts
         # As in a layer: all keys and values of the step are stored before any are read.
         for row in plan.rows:
-            self._store(row, plan.step)
+            self._store(row, plan.step, row in void)
         for row in plan.rows:
-            self._verify(row)
+            if row not in void:
+                self._verify(row)
         faults = self._follow(plan)
-        tokens, logprobs = self._compute(plan, dict(faults))
+        tokens, logprobs = self._compute(plan, dict(faults), void)
         occupants = [self.occupants[row.batch_slot] for row in plan.rows]
         self.in_flight.append(
             Named(
@@ -330,11 +337,19 @@ class FakeRanks:
                     "page taken"
                 )
 
-    def _store(self, row: StepRow, step: int) -> None:
+    def _is_void(self, row: StepRow) -> bool:
+        """Whether a row begins behind a wrong draft; then nothing of it may ever be used."""
+        occupant = self.occupants[row.batch_slot]
+        void = row.start >= len(occupant.tokens)
+        assert occupant.guessed_wrong or not void, "a token is not known"
+        occupant.guessed_wrong = False
+        return void
+
+    def _store(self, row: StepRow, step: int, void: bool) -> None:
         """Write keys and values; a position of a block is written once in a step."""
         occupant, end = self.occupants[row.batch_slot], row.start + row.length
-        assert end <= len(occupant.tokens), "a token is not known"
-        states = occupant.states(end)
+        assert end <= len(occupant.tokens) or void, "a token is not known"
+        states = [-1] * end if void else occupant.states(end)
         for number, group in enumerate(self.capacity.groups):
             for position in range(row.start, end):
                 at = occupant.cell(number, group, position)
@@ -372,15 +387,18 @@ class FakeRanks:
         return faults
 
     def _compute(
-        self, plan: StepPlan, faults: dict[int, str]
+        self, plan: StepPlan, faults: dict[int, str], void: list[StepRow]
     ) -> tuple[list[int], list[TokenLogprobs | None] | None]:
         """Sample, and keep the sampled tokens."""
         tokens: list[int] = []
         logprobs: list[TokenLogprobs | None] = []
         for index, row in enumerate(plan.rows):
             occupant, end = self.occupants[row.batch_slot], row.start + row.length
-            states = occupant.states(end)
-            if row.samples:
+            if row in void:
+                tokens += [-1] * row.num_samples
+                logprobs += [None] * row.num_samples
+            elif row.samples:
+                states = occupant.states(end)
                 assert len(occupant.tokens) == end, "sampling would overwrite a token"
                 sampled = [next_token(state) for state in states[-row.num_samples :]]
                 if index in faults:
@@ -391,6 +409,7 @@ class FakeRanks:
                 for draft, token in zip((*row.drafts, None), sampled, strict=True):
                     occupant.tokens.append(token)
                     if draft != token:
+                        occupant.guessed_wrong = draft is not None
                         break
                 wants_logprobs = occupant.sampling.logprobs >= 0
                 logprobs += [

@@ -45,7 +45,6 @@ class World:
         capacity = Capacity(100, 4, (), 0, 1, 0, 100)
         limits = Limits(max_draft_tokens=4, max_drafting=max_drafting)
         self.scheduler = Scheduler(limits, capacity)
-        self.received: list[int] = []
 
     def add(self, index: int = 0, sampling: Sampling | None = None, most: int = 30) -> Request:
         stopping = Stopping(most, (99,))
@@ -65,11 +64,10 @@ class World:
         return events
 
     def drafted(self) -> StepPlan:
-        """The first plan with a draft."""
-        prefill = self.plan()
-        assert self.plan().empty, "a token that the prompt foretells is awaited"
+        """The first plan with a draft: it also guesses the prefill's token, and does not wait."""
+        prefill, plan = self.plan(), self.plan()
         self.apply(prefill, 4)
-        return self.plan()
+        return plan
 
 
 def test_a_draft_is_taken_up_to_the_first_wrong_token() -> None:
@@ -117,18 +115,35 @@ def test_a_stop_string_cuts_what_a_draft_brought() -> None:
     assert (ended.tokens, ended.skipped) == ([4, 5, 6], [2])
 
 
-def test_others_run_ahead_of_a_request_with_a_draft() -> None:
+def test_nothing_is_drafted_under_a_grammar() -> None:
     world = World()
     world.add()
-    other = world.add(1, Sampling(grammar="start: /a*/"))
-    other.matcher = -1
+    world.add(1, Sampling(grammar="start: /a*/"))
     world.scheduler._matchers.is_ready = lambda request: True  # type: ignore[method-assign]
-    first = world.plan()
-    second = world.plan()
-    assert [row.batch_slot for row in second.rows] == [first.rows[1].batch_slot]
+    assert len(world.plan().rows) == 2
+    assert [len(row.drafts) for row in world.plan().rows] == [4, 0]
+
+
+def test_a_row_behind_a_draft_counts_only_if_that_was_right() -> None:
+    """Beside others a request does not wait for the check of its draft."""
+    world = World()
+    request = world.add()
+    world.add(1)
+    first, second = world.plan(), world.plan()
     world.apply(first, 4, 4)
     third = world.plan()
-    assert [len(row.drafts) for row in third.rows] == [4, 0], "nothing is drafted under a grammar"
+    assert [(row.start, row.drafts) for row in third.rows] == [(17, (1, 2, 3, 4))] * 2
+    events = world.apply(second, 5, 6, 7, 8, 9, 5, 66, 7, 8, 9)
+    assert [each.tokens for each in events if isinstance(each, NewTokens)] == [
+        [5, 6, 7, 8, 9],
+        [5, 66],
+    ]
+    fourth = world.plan()
+    assert [row.start for row in fourth.rows] == [22, 14], "the second begins behind the 66"
+    [event] = world.apply(third, 1, 2, 33, 4, 5, 1, 2, 3, 4, 5)
+    assert isinstance(event, NewTokens)
+    assert (event.request_id, event.tokens) == (request.id, [1, 2, 33])
+    world.apply(fourth, *[7] * sum(row.num_samples for row in fourth.rows))
 
 
 def test_nothing_is_drafted_where_many_run() -> None:
@@ -148,6 +163,7 @@ def test_the_newest_occurrence_is_continued() -> None:
     assert Drafter().find([1, 2, 3, 4, 5], 2) == ()
     assert Drafter().find([7, 7, 7, 7], 3) == (7, 7, 7), "a repetition goes on"
     assert Drafter().find([0, 1, 2, 3, 1, 2, 3], 7) == (1, 2, 3, 1, 2, 3, 1)
+    assert find([1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 3], 2, (5, 1, 2, 3)) == (5, 1)
 
 
 def test_only_whole_tokens_are_occurrences() -> None:
@@ -181,14 +197,3 @@ def test_drafts_follow_what_is_accepted() -> None:
             bad.verified(2, 0)
             tries += 1
     assert 8000 / LONGEST_REST - 8 < tries < 8000 / LONGEST_REST + 8, "but not for ever"
-
-
-def test_a_wait_in_vain_counts() -> None:
-    world = World()
-    request = world.add()
-    expected = request.drafter.length(0, alone=True)
-    prefill = world.plan()
-    assert world.plan().empty
-    world.apply(prefill, 44)
-    assert world.plan().rows[0].drafts == ()
-    assert request.drafter.length(0, alone=True) < expected
