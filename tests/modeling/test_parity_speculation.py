@@ -9,6 +9,7 @@ import torch
 from configs.wire.sampling import Sampling
 from modeling.runner.load_paged import load_paged
 from modeling.runner.paged import ModelRunner
+from scheduler import drafts
 from scheduler.drafts import Drafter
 from sharding.group import TensorParallel
 from tests.modeling.parity import BLOCK_SIZE, FAMILIES, World, engine_config
@@ -63,8 +64,12 @@ def informed(texts: Sequence[list[int]]) -> Find:
 
 
 @pytest.mark.parametrize(
-    ("family", "variant", "ranks", "lost_at"),
-    [("llama", "gqa", 1, 12), ("llama", "gqa", 2, None), ("generic", "gemma2", 1, None)],
+    ("family", "variant", "ranks", "lost_at", "sure"),
+    [
+        ("llama", "gqa", 1, 12, drafts.SURE_BESIDE),
+        ("llama", "gqa", 2, None, 0.0),
+        ("generic", "gemma2", 1, None, 0.0),
+    ],
 )
 def test_drafts_change_no_token(
     world: World,
@@ -73,11 +78,14 @@ def test_drafts_change_no_token(
     variant: str,
     ranks: int,
     lost_at: int | None,
+    sure: float,
 ) -> None:
     """Greedy and sampled, over adapters and without, in chunks, with a prefix that others cached.
 
-    `lost_at`: after so many turns the ranks are lost and rebuilt.
+    lost_at: after so many turns the ranks are lost and rebuilt. sure: at 0, no row waits, and many
+    are void.
     """
+    monkeypatch.setattr(drafts, "SURE_BESIDE", sure)
     config = engine_config(world.model(family, variant))
     names = list(FAMILIES[family].adapters)[:2]
     found = [world.adapter(family, variant, name) for name in names]
@@ -85,11 +93,11 @@ def test_drafts_change_no_token(
 
     skipped: list[int] = []
 
-    def answers(drafts: int, lost_at: int | None, group: TensorParallel) -> list[Answer]:
+    def answers(num_drafts: int, lost_at: int | None, group: TensorParallel) -> list[Answer]:
         def start() -> ModelRunner:
             return load_paged(config, group, torch.device("cpu")).allocate()
 
-        run = Ranks(start, adapters, 7, group, drafts)
+        run = Ranks(start, adapters, 7, group, num_drafts)
         made = generate_scheduled(run, REQUESTS, lost_at)
         skipped[:] = [len(run.ended["r", index].skipped) for index in range(len(REQUESTS))]
         return made
