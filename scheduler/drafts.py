@@ -27,8 +27,8 @@ WEIGHT = 0.3
 """Of the newest draft in the average of accepted tokens."""
 
 LEAST_ALONE, LEAST_BESIDE = 0.5, 1.5
-"""Accepted tokens a draft that are worth it. A request may wait for the check of its draft, so beside
-others, which do not, it may get a row in every second step only."""
+"""Accepted tokens a draft that are worth it. A request may wait for the check of its draft, and
+beside others, which do not, it gets a row in every second step then."""
 
 SURE_ALONE, SURE_BESIDE = 0.9, 0.4
 """The share of drafts that were wholly right, from which the next row does not wait for the check.
