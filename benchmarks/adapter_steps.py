@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -20,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from benchmarks.workload import SHAPES, write_adapter, write_model
 from configs.adapters import AdaptersConfig
 from configs.engine import CacheConfig, Device, EngineConfig, LimitsConfig
-from configs.model import DType, LoadFormat, ModelConfig
+from configs.model import DType, LoadFormat, ModelConfig, Quantize
 from configs.wire.adapters import AdapterKey, FetchedAdapter
 from configs.wire.plan import RequestJoin, StepRow
 from configs.wire.sampling import Sampling
@@ -41,12 +42,12 @@ BLOCKS = 80
 KINDS = ("base", "plain", "dora", "biased", "ends", "norms")
 
 
-def write_kind(folder: Path, shape: str, kind: str) -> None:
+def write_kind(folder: Path, shape: str, kind: str, targets: Sequence[str] = TARGETS) -> None:
     """Write an adapter of a kind: plain LoRA, and what comes on top of it.
 
     ends: of embedding and head. norms: with all norms of its own.
     """
-    write_adapter(folder, shape, RANK, 1, TARGETS)
+    write_adapter(folder, shape, RANK, 1, targets)
     sizes = SHAPES[shape]
     vocab, hidden = sizes["vocab_size"], sizes["hidden_size"]
     file, config = folder / "adapter_model.safetensors", folder / "adapter_config.json"
@@ -76,14 +77,41 @@ def write_kind(folder: Path, shape: str, kind: str) -> None:
     config.write_text(json.dumps(fields))
 
 
+STORED: dict[str, dict[str, Any]] = {
+    "fp8-blocks": {
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+        "activation_scheme": "dynamic",
+    },
+    "gptq": {
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": 128,
+        "desc_act": False,
+        "sym": True,
+    },
+}
+"""What config.json says of quantised weights; fp8 is made at load."""
+
+
 def make_runner(
-    folder: Path, shape: str, rows: int, adapters: int, vocabulary: bool
+    folder: Path, shape: str, rows: int, adapters: int, vocabulary: bool, weights: str = "bfloat16"
 ) -> ModelRunner:
     """Return a runner with random weights, and with room for so many rows and adapters."""
     write_model(folder, shape)
+    if weights in STORED:
+        path = folder / "config.json"
+        fields = json.loads(path.read_text()) | {"quantization_config": STORED[weights]}
+        path.write_text(json.dumps(fields))
+    quantize = Quantize.FP8 if weights == "fp8" else Quantize.NONE
     pages = -(-(RANK + 2) // 8)
     config = EngineConfig(
-        model=ModelConfig(id=str(folder), load_format=LoadFormat.DUMMY, dtype=DType.BFLOAT16),
+        model=ModelConfig(
+            id=str(folder),
+            load_format=LoadFormat.DUMMY,
+            dtype=DType.BFLOAT16,
+            quantize=quantize,
+        ),
         device=Device.CUDA,
         limits=LimitsConfig(max_running=rows, max_step_tokens=2048, max_total_tokens=1024),
         cache=CacheConfig(num_blocks=rows * BLOCKS),
@@ -157,12 +185,13 @@ class Decoding:
 def measure(arguments: argparse.Namespace, folder: Path) -> None:
     """Print each kind's milliseconds a step: the median over its turns, and all of them."""
     sizes = arguments.shape, arguments.rows, arguments.adapters
-    runner = make_runner(folder / "model", *sizes, arguments.vocabulary)
+    runner = make_runner(folder / "model", *sizes, arguments.vocabulary, arguments.weights)
+    print(f"{arguments.weights}: {runner.report.weight_bytes_resident / 1e9:.2f} GB of weights")
     decoding = Decoding(runner, arguments.rows, arguments.adapters)
     found: dict[str, list[float]] = {kind: [] for kind in arguments.kinds}
     for kind in arguments.kinds:
         if kind != "base":
-            write_kind(folder / kind, arguments.shape, kind)
+            write_kind(folder / kind, arguments.shape, kind, arguments.targets)
     for turn in range(arguments.turns):
         for number, kind in enumerate(arguments.kinds, 1):
             if kind != "base":
@@ -184,6 +213,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--adapters", type=int, default=32)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("--targets", nargs="+", default=TARGETS, help="modules of the adapters")
+    parser.add_argument("--weights", choices=("bfloat16", "fp8", *STORED), default="bfloat16")
     parser.add_argument("--vocabulary", action="store_true", help="let adapters change the ends")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--turns", type=int, default=3)

@@ -22,6 +22,7 @@ from modeling.adapters.kernels.triton_forms import Blocks, Form, forms_of
 from modeling.adapters.kernels.triton_plan import TritonPlan
 from modeling.adapters.product import OutputSlice
 from modeling.adapters.projection import Projection
+from sharding.linear_weight import DenseWeight
 
 DTYPE = torch.bfloat16
 NUM_LAYERS = 32
@@ -96,14 +97,19 @@ def make_layers(num_tokens: int) -> list[Layer]:
     return layers
 
 
-def make_weights() -> list[list[Tensor]]:
+def make_weights() -> list[list[DenseWeight]]:
     """Return the base model's weights, [out, in]: 14 GB that no cache holds."""
     shapes = list(SHAPES.values())
     return [
         [
-            torch.empty(
-                sum(shapes[p][1] for p in group), shapes[group[0]][0], dtype=DTYPE, device="cuda"
-            ).normal_(std=0.02)
+            DenseWeight(
+                torch.empty(
+                    sum(shapes[p][1] for p in group),
+                    shapes[group[0]][0],
+                    dtype=DTYPE,
+                    device="cuda",
+                ).normal_(std=0.02)
+            )
             for group in FUSED
         ]
         for _ in range(NUM_LAYERS)
@@ -136,7 +142,7 @@ def step(
     bank: AdapterBank,
     case: tuple[int, int],
     forms: tuple[Form, ...] | None = None,
-    weights: list[list[Tensor]] | None = None,
+    weights: list[list[DenseWeight]] | None = None,
 ) -> float:
     """Return the milliseconds of a step of (tokens, adapters); with `weights`, of both products.
 
@@ -158,20 +164,20 @@ def step(
                 if weights is not None and data.has_product(x, weights[index][at], targets):
                     data.product(y, x, weights[index][at], index, targets)
                 elif weights is not None:
-                    torch.mm(x, weights[index][at].t(), out=y)
+                    torch.mm(x, weights[index][at].matrix.t(), out=y)
                 data.add(y, x, index, targets)
 
     return graph_ms(work)
 
 
-def base_step(num_tokens: int, weights: list[list[Tensor]]) -> float:
+def base_step(num_tokens: int, weights: list[list[DenseWeight]]) -> float:
     """Return the milliseconds of the base products alone."""
     layers = make_layers(num_tokens)
 
     def work() -> None:
         for index in range(NUM_LAYERS):
             for at, layer in enumerate(layers):
-                torch.mm(layer.x, weights[index][at].t(), out=layer.y)
+                torch.mm(layer.x, weights[index][at].matrix.t(), out=layer.y)
 
     return graph_ms(work)
 
@@ -248,7 +254,7 @@ def tried(
     bank: AdapterBank,
     forms: Iterator[Form],
     cases: list[tuple[int, int]],
-    weights: list[list[Tensor]] | None,
+    weights: list[list[DenseWeight]] | None,
 ) -> Form:
     """Time forms over cases, print them by rising product of their times, and return the best."""
     found = []

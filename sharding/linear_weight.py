@@ -32,6 +32,22 @@ class LinearPart:
         return width(self.rows), width(self.columns)
 
 
+@dataclass(frozen=True)
+class Operands:
+    """What a launch reads that joins other work with a product of few tokens.
+
+    x: [tokens, in].
+    weight: [out, in].
+    x_scales, scales: float32 [tokens, 1] and [out, 1], which the rows of both count by; None where
+    they are numbers as they are.
+    """
+
+    x: Tensor
+    weight: Tensor
+    x_scales: Tensor | None = None
+    scales: Tensor | None = None
+
+
 class LinearWeight(nn.Module, ABC):
     """A matrix [out, in] of this rank, of one map or of several below each other.
 
@@ -63,6 +79,22 @@ class LinearWeight(nn.Module, ABC):
     def __getitem__(self, rows: slice) -> Tensor:
         """Return some rows in a float type, as they count in the product."""
 
+    def joins(self, x: Tensor) -> bool:
+        """Return whether there are operands for x [tokens, in]."""
+        return False
+
+    def operands(self, x: Tensor) -> Operands:
+        """Return what the product of x reads; call it only if `joins` returned true."""
+        raise NotImplementedError
+
+    def takes_rounded(self, x: Tensor) -> bool:
+        """Return whether `take_rounded` spares the product of x [tokens, in] a launch."""
+        return False
+
+    def take_rounded(self, x: Tensor, codes: Tensor, scales: Tensor) -> None:
+        """Take x in fp8 [tokens, in] with its scales [tokens, 1], for the product of x to come."""
+        raise NotImplementedError
+
 
 class DenseWeight(LinearWeight):
     """The matrix itself, in the type that is computed in."""
@@ -93,6 +125,14 @@ class DenseWeight(LinearWeight):
     def __getitem__(self, rows: slice) -> Tensor:
         """Return some rows."""
         return self.matrix[rows]
+
+    def joins(self, x: Tensor) -> bool:
+        """Return whether rows of the matrix lie one after another."""
+        return self.matrix.is_contiguous()
+
+    def operands(self, x: Tensor) -> Operands:
+        """Return x and the matrix as they are."""
+        return Operands(x, self.matrix)
 
 
 class WeightRows:

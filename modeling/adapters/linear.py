@@ -30,15 +30,11 @@ class AdapterColumnLinear(nn.Module):
         if adapter_data is None:
             plain: Tensor = self.base(x)
             return plain
-        weight = self.base.matrix
-        # One launch computes the base product and x A^T, as both read x; it adds no bias. Quantised
-        # weights have a product of their own, and the adapter reads x before it is quantised.
-        if (
-            weight is not None
-            and self.base.bias is None
-            and adapter_data.has_product(x, weight, self._targets)
-        ):
-            y = x.new_empty(len(x), len(weight))
+        # One launch computes the base product and x A^T, as both read x; it adds no bias. Where the
+        # base product rounds x, the adapter reads it before.
+        weight = self.base.stored
+        if self.base.bias is None and adapter_data.has_product(x, weight, self._targets):
+            y = x.new_empty(len(x), weight.shape[0])
             adapter_data.product(y, x, weight, self._layer, self._targets)
         else:
             y = self.base(x)
@@ -76,15 +72,11 @@ class AdapterRowLinear(nn.Module):
         """[tokens, local_in] to this rank's summand of [tokens, out], deltas included."""
         if adapter_data is None:
             return self.base.partial(x)
-        weight = self.base.matrix
-        if (
-            weight is not None
-            and self.base.bias is None
-            and adapter_data.has_product(x, weight, self._targets)
-        ):
+        weight = self.base.stored
+        if self.base.bias is None and adapter_data.has_product(x, weight, self._targets):
             # Memory that the ranks sum without a copy, where there is any.
             buffer = self.base.output_buffer(x)
-            y = x.new_empty(len(x), len(weight)) if buffer is None else buffer
+            y = x.new_empty(len(x), weight.shape[0]) if buffer is None else buffer
             adapter_data.product(y, x, weight, self._layer, self._targets)
         else:
             y = self.base.partial(x)

@@ -15,6 +15,7 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 
 from modeling.adapters.bank import DeviceAdapter
+from sharding.linear_weight import LinearWeight
 
 
 @dataclass(frozen=True)
@@ -39,12 +40,19 @@ class TokenGroup:
 class AdapterData(Protocol):
     """The adapters of one step, as layers use them (`adapter_data` in the models)."""
 
-    def has_product(self, x: Tensor, weight: Tensor, targets: tuple[OutputSlice, ...]) -> bool:
+    def has_product(
+        self, x: Tensor, weight: LinearWeight, targets: tuple[OutputSlice, ...]
+    ) -> bool:
         """Return whether `product` computes these targets' base product faster."""
         ...
 
     def product(
-        self, y: Tensor, x: Tensor, weight: Tensor, layer: int, targets: tuple[OutputSlice, ...]
+        self,
+        y: Tensor,
+        x: Tensor,
+        weight: LinearWeight,
+        layer: int,
+        targets: tuple[OutputSlice, ...],
     ) -> None:
         """Write x W^T into y [tokens, out], and prepare `add`.
 

@@ -32,6 +32,7 @@ from modeling.adapters.projection import (
 from modeling.adapters.token_rows import TokenRows, groups_of
 from modeling.transfer import to_device
 from sharding.embedding import ParallelHead, VocabParallelEmbedding
+from sharding.linear_weight import LinearWeight
 from sharding.slicing import whole
 
 VOCABULARY_KINDS = tuple(kind for kind in ProjectionKind if kind.of_vocabulary)
@@ -123,12 +124,19 @@ class VocabularyAdapters:
         self._num_logits = len(logit_slots)
         self.routed = _routed_groups(bank, token_slots)
 
-    def has_product(self, x: Tensor, weight: Tensor, targets: tuple[OutputSlice, ...]) -> bool:
+    def has_product(
+        self, x: Tensor, weight: LinearWeight, targets: tuple[OutputSlice, ...]
+    ) -> bool:
         """Whether the layers' kernel computes the base product; see `AdapterData`."""
         return self._layers.has_product(x, weight, targets)
 
     def product(
-        self, y: Tensor, x: Tensor, weight: Tensor, layer: int, targets: tuple[OutputSlice, ...]
+        self,
+        y: Tensor,
+        x: Tensor,
+        weight: LinearWeight,
+        layer: int,
+        targets: tuple[OutputSlice, ...],
     ) -> None:
         """Compute the base product of a layer's projections; see `AdapterData`."""
         self._layers.product(y, x, weight, layer, targets)

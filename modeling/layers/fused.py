@@ -8,6 +8,11 @@ import torch
 from torch import Tensor
 
 from modeling.attention.kv_cache import LayerCache
+from modeling.quantisation.activations import FP8
+from sharding.linear_weight import LinearWeight
+
+Rounded = tuple[Tensor, Tensor]
+"""fp8 [tokens, n] and float32 [tokens, 1]: numbers, and the scale of each token's."""
 
 
 @dataclass(frozen=True)
@@ -15,8 +20,10 @@ class FusedOps:
     """What the kernels compute; arguments are contiguous.
 
     add_rms_norm: (x, residual or None, weight, eps) to (norm of the sum, the sum), as RMSNorm; a
-    last argument (weight, eps) is a norm of x before the sum.
-    silu_mul: gate and up side by side [tokens, 2 * n] to silu(gate) * up [tokens, n].
+    last argument (weight, eps) is a norm of x before the sum. `rounded`: (codes, scales), where the
+    norm is written in fp8 too, rounded by token.
+    silu_mul: gate and up side by side [tokens, 2 * n] to silu(gate) * up [tokens, n]; `rounded` the
+    same.
     gelu_tanh_mul: the same with the tanh form of GELU.
     rotate_and_store: (qkv [tokens, heads, head_dim], number of query heads, (cos, sin), cache,
     slots) to q, overwritten with its rotation; k and v go to the cache, as LayerCache.store.
@@ -26,11 +33,23 @@ class FusedOps:
     """
 
     add_rms_norm: Callable[..., tuple[Tensor, Tensor]]
-    silu_mul: Callable[[Tensor], Tensor]
+    silu_mul: Callable[..., Tensor]
     gelu_tanh_mul: Callable[[Tensor], Tensor]
     rotate_and_store: Callable[[Tensor, int, tuple[Tensor, Tensor], LayerCache, Tensor], Tensor]
     angles: Callable[[Tensor, Tensor, float, torch.dtype], tuple[Tensor, Tensor]]
     best: Callable[[Tensor], Tensor]
+
+
+def rounded_for(reader: LinearWeight | None, x: Tensor) -> Rounded | None:
+    """Return where a kernel writes what `reader` multiplies in fp8 too, if that spares a launch.
+
+    x: what the kernel reads [tokens, n], of the type that it writes. The reader must be given the
+    numbers with `take_rounded`.
+    """
+    if reader is None or not reader.takes_rounded(x):
+        return None
+    codes = torch.empty(len(x), reader.shape[1], dtype=FP8, device=x.device)
+    return codes, torch.empty(len(x), 1, dtype=torch.float32, device=x.device)
 
 
 @cache
@@ -48,13 +67,13 @@ def fused_ops(device: torch.device) -> FusedOps | None:
 def _triton_ops() -> FusedOps | None:
     try:
         # Here, not above: Triton comes with CUDA builds of torch only.
-        from modeling.layers import triton
+        from modeling.layers import triton, triton_rows
     except ImportError:
         return None
     return FusedOps(
-        add_rms_norm=triton.add_rms_norm,
-        silu_mul=triton.silu_mul,
-        gelu_tanh_mul=triton.gelu_tanh_mul,
+        add_rms_norm=triton_rows.add_rms_norm,
+        silu_mul=triton_rows.silu_mul,
+        gelu_tanh_mul=triton_rows.gelu_tanh_mul,
         rotate_and_store=triton.rotate_and_store,
         angles=triton.angles,
         best=triton.best,

@@ -6,7 +6,7 @@ from configs.architectures.base import Activation
 from modeling.adapters.linear import AdapterColumnLinear, AdapterRowLinear
 from modeling.adapters.product import AdapterData
 from modeling.layers.activation import ACTIVATIONS
-from modeling.layers.fused import fused_ops
+from modeling.layers.fused import fused_ops, rounded_for
 
 
 class GatedMLP(nn.Module):
@@ -27,7 +27,11 @@ class GatedMLP(nn.Module):
         gate_up: Tensor = self.gate_up_proj(hidden_states, adapter_data)
         fused = fused_ops(gate_up.device) if self._is_silu else None
         if fused is not None:
-            inner = fused.silu_mul(gate_up)
+            reader = self.down_proj.base.stored
+            rounded = rounded_for(reader, gate_up)
+            inner = fused.silu_mul(gate_up, rounded=rounded)
+            if rounded is not None:
+                reader.take_rounded(inner, *rounded)
         else:
             gate, up = gate_up.chunk(2, dim=-1)
             inner = self._act(gate) * up

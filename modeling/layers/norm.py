@@ -4,7 +4,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from modeling.adapters.norm_rows import NormRows, rms_norm
-from modeling.layers.fused import fused_ops
+from modeling.layers.fused import fused_ops, rounded_for
+from sharding.linear_weight import LinearWeight
 from sharding.loader import Weights
 
 
@@ -21,13 +22,26 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self._fused = fused_ops(weights.device)
         self.rows: NormRows | None = None
+        self._readers: tuple[LinearWeight, ...] = ()
+
+    def feed(self, reader: LinearWeight) -> None:
+        """Round the norm for a product that reads it, where the kernel can."""
+        # In a tuple it is no module of this one, which would count its bytes.
+        self._readers = (reader,)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Norm of x + residual, and that sum: both [tokens, size]."""
         own = None if self.rows is None else self.rows.own
         # The kernel takes contiguous rows; norms of single heads have three dimensions.
         if self._fused is not None and x.dim() == 2 and x.is_contiguous():
-            return self._fused.add_rms_norm(x, residual, self.weight, self.eps, own=own)
+            reader = self._readers[0] if self._readers else None
+            rounded = rounded_for(reader, x)
+            normed, total = self._fused.add_rms_norm(
+                x, residual, self.weight, self.eps, own=own, rounded=rounded
+            )
+            if reader is not None and rounded is not None:
+                reader.take_rounded(normed, *rounded)
+            return normed, total
         if residual is not None:
             x = x + residual
         if own is not None:

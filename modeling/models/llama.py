@@ -114,6 +114,8 @@ class FlashLlamaLayer(nn.Module):
         self.post_attention_layernorm = LlamaRMSNorm(
             f"{prefix}.post_attention_layernorm", size, eps, weights
         )
+        self.input_layernorm.feed(self.self_attn.qkv_proj.base.stored)
+        self.post_attention_layernorm.feed(self.mlp.gate_up_proj.base.stored)
         self._multiplier = config.residual_multiplier
 
     def forward(

@@ -18,7 +18,7 @@ from modeling.quantisation.activations import (
 )
 from modeling.quantisation.base import QuantisedWeight
 from modeling.quantisation.products import SIZES, gpu_products
-from sharding.linear_weight import LinearWeight
+from sharding.linear_weight import LinearWeight, Operands
 
 _ROUNDED_AT_ONCE = 2**24
 """Numbers of a matrix in float32 at a time: 64 MiB each for the copy and its quotient."""
@@ -44,6 +44,9 @@ class Fp8Weight(QuantisedWeight):
         self.scales = self.keep(scales)
         self.activations = activations
         self.input_scale = None if input_scale is None else self.keep(input_scale)
+        whole = not any(size % SIZES for size in self.shape)
+        self._fits = whole and activations is not Activations.NONE
+        self._taken: tuple[Tensor, Tensor, Tensor] | None = None
 
     @property
     def form(self) -> str:
@@ -69,11 +72,36 @@ class Fp8Weight(QuantisedWeight):
 
     def forward(self, x: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         """x W^T + bias."""
-        gpu = gpu_products(x)
-        fits = not any(size % SIZES for size in self.shape)
-        if gpu is None or not fits or self.activations is Activations.NONE:
+        if not self.joins(x):
             return super().forward(x, bias, out)
-        return gpu.fp8(x, self.codes, self.scales, bias, out, self.input_scale)
+        gpu = gpu_products(x)
+        assert gpu is not None
+        return gpu.fp8(*self._rounded(x), self.codes, self.scales, bias, out, x.dtype)
+
+    def joins(self, x: Tensor) -> bool:
+        """Return whether a GPU multiplies fp8 numbers of x and of these weights."""
+        return self._fits and gpu_products(x) is not None
+
+    def operands(self, x: Tensor) -> Operands:
+        """Return x and the weights in fp8."""
+        codes, scales = self._rounded(x)
+        return Operands(codes, self.codes, scales, self.scales)
+
+    def takes_rounded(self, x: Tensor) -> bool:
+        """Return whether tokens have scales of their own here, and x is multiplied in fp8."""
+        return self.input_scale is None and self.joins(x)
+
+    def take_rounded(self, x: Tensor, codes: Tensor, scales: Tensor) -> None:
+        """Take x as it is rounded already, for the product of x to come."""
+        self._taken = x, codes, scales
+
+    def _rounded(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        taken, self._taken = self._taken, None
+        if taken is not None and taken[0] is x:
+            return taken[1:]
+        gpu = gpu_products(x)
+        assert gpu is not None
+        return gpu.rounded(x, self.input_scale)
 
     def __getitem__(self, rows: slice) -> Tensor:
         """Return some rows in `dtype`."""

@@ -5,30 +5,36 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.functional import ScalingType, scaled_mm
 
-from modeling.quantisation import triton, triton_product
+from modeling.quantisation import triton, triton_integers, triton_product
 from modeling.quantisation.activations import BLOCK
+from modeling.triton_tiles import FP8_CUTS, cut_of
+
+
+def rounded(x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    """See `GpuProducts.rounded`."""
+    return triton.by_token(x.contiguous(), scale)
 
 
 def fp8(
     x: Tensor,
+    x_scales: Tensor,
     codes: Tensor,
     scales: Tensor,
     bias: Tensor | None,
     out: Tensor | None,
-    input_scale: Tensor | None,
+    dtype: torch.dtype,
 ) -> Tensor:
     """See `GpuProducts.fp8`."""
-    rounded, own = triton.by_token(x.contiguous(), input_scale)
-    cut = triton_product.cut_of(triton_product.FP8_CUTS, len(x))
+    cut = cut_of(FP8_CUTS, len(x))
     if cut is not None:
-        y = x.new_empty(len(x), len(codes)) if out is None else out
-        return triton_product.fp8_product(rounded, own, codes, scales, bias, y, cut)
+        y = scales.new_empty(len(x), len(codes), dtype=dtype) if out is None else out
+        return triton_product.fp8_product(x, x_scales, codes, scales, bias, y, cut)
     row = ScalingType.RowWise
     # Sums of few products in fp8's own accumulators are what the tensor cores do fastest.
     y = scaled_mm(
-        rounded,
+        x,
         codes.t(),
-        own,
+        x_scales,
         row,
         scales.t(),
         row,
@@ -36,22 +42,24 @@ def fp8(
         output_dtype=torch.bfloat16,
         use_fast_accum=True,
     )
-    return _added(y.to(x.dtype), bias, out)
+    return _added(y.to(dtype), bias, out)
 
 
 def fp8_blocks(
     x: Tensor, codes: Tensor, blocks: Tensor, bias: Tensor | None, out: Tensor | None
 ) -> Tensor:
     """See `GpuProducts.fp8_blocks`."""
-    cut = triton_product.cut_of(triton_product.FP8_CUTS, len(x))
+    cut = cut_of(FP8_CUTS, len(x))
     if cut is not None:
-        rounded, own = triton.by_group(x.contiguous(), BLOCK)
+        inputs, own = triton.by_group(x.contiguous(), BLOCK)
         y = x.new_empty(len(x), len(codes)) if out is None else out
-        return triton_product.fp8_product(rounded, own, codes, blocks, bias, y, cut, BLOCK)
+        return triton_product.fp8_product(inputs, own, codes, blocks, bias, y, cut, BLOCK)
     # The library takes no other number of tokens.
-    rounded, own = triton.by_group(F.pad(x, (0, 0, 0, -len(x) % 4)).contiguous(), BLOCK)
+    inputs, own = triton.by_group(F.pad(x, (0, 0, 0, -len(x) % 4)).contiguous(), BLOCK)
+    # Nor scales of which an output's are not four, eight, ...
+    blocks = F.pad(blocks, (0, -blocks.shape[1] % 4))
     y = scaled_mm(
-        rounded,
+        inputs,
         codes.t(),
         own,
         ScalingType.BlockWise1x128,
@@ -73,14 +81,14 @@ def integers(
     out: Tensor | None,
 ) -> Tensor:
     """See `GpuProducts.integers`."""
-    outputs, inputs = len(codes), x.shape[1]
-    cut = triton_product.cut_of(triton_product.INTEGER_CUTS, len(x))
-    if cut is not None and triton_product.takes_groups(cut, group):
+    outputs, inputs = codes.shape[1], x.shape[1]
+    cut = cut_of(triton_integers.CUTS, len(x))
+    if cut is not None and inputs // len(codes) >= triton_integers.LEAST_CHUNK:
         y = x.new_empty(len(x), outputs) if out is None else out
         x = x.contiguous()
-        return triton_product.integer_product(x, codes, scales, zeros, middle, group, bias, y, cut)
+        return triton_integers.integer_product(x, codes, scales, zeros, middle, group, bias, y, cut)
     weight = torch.empty(outputs, inputs, dtype=x.dtype, device=x.device)
-    triton.dequantise(codes, scales, zeros, middle, group, weight)
+    triton_integers.dequantise(codes, scales, zeros, middle, group, weight)
     y = F.linear(x, weight, bias)
     return y if out is None else out.copy_(y)
 

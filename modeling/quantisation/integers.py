@@ -6,7 +6,7 @@ or table[code] * scale where codes stand for other numbers than themselves (bits
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Self
 
 import torch
@@ -56,20 +56,34 @@ def local_groups(scales: Tensor, zeros: Tensor | None, group_of: Tensor, middle:
     )
 
 
-def pack(codes: Tensor) -> Tensor:
-    """Put two codes of 4 bits into a byte, the first one low: uint8 [out, in] to [out, in / 2]."""
-    return codes[:, 0::2] | (codes[:, 1::2] << 4)
+CHUNKS = (128, 64, 32, 16, 8, 4)
+"""Inputs of which the codes of 4 bits lie together: the first that divides a group, or all."""
+
+
+def pack(codes: Tensor, chunk: int) -> Tensor:
+    """Put four codes of 4 bits into two bytes: uint8 [out, in] to [in / chunk, out, chunk / 2].
+
+    A word of 16 bits has the codes of inputs w, w + chunk / 4, w + chunk / 2, w + 3 chunk / 4 of
+    its chunk, the first one lowest.
+    """
+    parts = codes.view(len(codes), -1, 4, chunk // 4).permute(1, 0, 2, 3)
+    pairs = parts[:, :, 0::2] | parts[:, :, 1::2] << 4
+    return pairs.transpose(-2, -1).flatten(-2).contiguous()
 
 
 def unpack(packed: Tensor) -> Tensor:
     """Undo `pack`."""
-    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+    chunks, outputs, width = packed.shape
+    words = packed.view(chunks, outputs, width // 2, 2)
+    parts = torch.stack((words & 15, words >> 4), dim=-1).flatten(-2)
+    return parts.permute(1, 0, 3, 2).flatten(1)
 
 
 class IntegerWeight(QuantisedWeight):
     """Codes, and what groups of them share.
 
-    codes: uint8 [out, in / 2] of 4 bits, see `pack`, or [out, in] of 8, in the groups' order.
+    codes: uint8, in the groups' order: of 4 bits see `pack`, where chunks are whole; [out, in]
+    otherwise. scales, zeros: as Groups has them, but [groups, out].
     """
 
     def __init__(
@@ -85,15 +99,16 @@ class IntegerWeight(QuantisedWeight):
         self.order = None if groups.order is None else self.keep(groups.order)
         if groups.order is not None:
             codes = codes[:, groups.order]
-        is_packed = bits == 4 and codes.shape[1] % 2 == 0
-        self.is_packed = is_packed
-        self.bits = bits
-        self.codes = self.keep(pack(codes) if is_packed else codes)
-        self.scales = self.keep(groups.scales)
-        self.zeros = None if groups.zeros is None else self.keep(groups.zeros)
+        self.bits, self.size, self.middle = bits, groups.size, groups.middle
+        whole = groups.size or codes.shape[1]
+        chunk = next((c for c in CHUNKS if bits == 4 and whole % c == 0), None)
+        self.is_packed = chunk is not None
+        self.codes = self.keep(codes if chunk is None else pack(codes, chunk))
+        self.scales = self.keep(groups.scales.t().contiguous())
+        zeros = groups.zeros
+        self.zeros = None if zeros is None else self.keep(zeros.t().contiguous())
         self.group_of = self.keep(groups.group_of)
         self.table = None if table is None else self.keep(table)
-        self._groups = groups
 
     @property
     def form(self) -> str:
@@ -107,45 +122,49 @@ class IntegerWeight(QuantisedWeight):
         if not parts or not all(self._grouped_like(part) for part in parts):
             return None
         zeros: list[Tensor] = [part.zeros for part in parts if part.zeros is not None]
-        groups = replace(
-            self._groups,
-            scales=torch.cat([part.scales for part in parts]),
-            zeros=torch.cat(zeros) if zeros else None,
+        groups = Groups(
+            torch.cat([part.scales for part in parts], dim=1).t(),
+            torch.cat(zeros, dim=1).t() if zeros else None,
+            self.group_of,
+            self.size,
+            self.order,
+            self.middle,
         )
         codes = torch.cat([part._unpacked(slice(None)) for part in parts])
         return type(self)(codes, groups, self.bits, self.dtype, self.table)
 
     def forward(self, x: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         """x W^T + bias."""
-        gpu, size = gpu_products(x), self._groups.size
-        if gpu is None or not self.is_packed or size is None or size % 2 or self.table is not None:
+        gpu = gpu_products(x)
+        if gpu is None or not self.is_packed or self.size is None or self.table is not None:
             return super().forward(x, bias, out)
         own = x if self.order is None else x.index_select(1, self.order)
-        middle = self._groups.middle
-        return gpu.integers(own, self.codes, self.scales, self.zeros, middle, size, bias, out)
+        return gpu.integers(
+            own, self.codes, self.scales, self.zeros, self.middle, self.size, bias, out
+        )
 
     def __getitem__(self, rows: slice) -> Tensor:
         """Return some rows in `dtype`."""
-        codes, scales = self._unpacked(rows), self.scales[rows]
+        codes, scales = self._unpacked(rows), self.scales[:, rows].t()
         if self.table is not None:
             values = self.table[codes.long()]
         elif self.zeros is None:
-            values = (codes.to(torch.int16) - self._groups.middle).to(scales.dtype)
+            values = (codes.to(torch.int16) - self.middle).to(scales.dtype)
         else:
-            zeros = self.zeros[rows].to(torch.int16)[:, self.group_of]
+            zeros = self.zeros[:, rows].t().to(torch.int16)[:, self.group_of]
             values = (codes.to(torch.int16) - zeros).to(scales.dtype)
         return (values * scales[:, self.group_of]).to(self.dtype)
 
     def _unpacked(self, rows: slice) -> Tensor:
         """Return some rows' codes in the order of the inputs."""
-        codes = unpack(self.codes[rows]) if self.is_packed else self.codes[rows]
+        codes = unpack(self.codes[:, rows]) if self.is_packed else self.codes[rows]
         return codes if self.order is None else codes[:, torch.argsort(self.order)]
 
     def _grouped_like(self, other: "IntegerWeight") -> bool:
         return (
             self.bits == other.bits
             and (self.zeros is None) == (other.zeros is None)
-            and self._groups.middle == other._groups.middle
+            and self.middle == other.middle
             and _same(self.table, other.table)
             and torch.equal(self.group_of, other.group_of)
         )

@@ -21,13 +21,18 @@ _CAPABILITY = (9, 0)
 class GpuProducts:
     """x W^T + bias of x [tokens, in]; the result is in `out`, where that is given.
 
-    fp8: (x, codes, scales, bias, out, scale of all inputs or None), as Fp8Weight has them.
+    rounded: (x, scale of all inputs or None) to x in fp8 and its scales [tokens, 1].
+    fp8: (x in fp8, its scales, codes, scales, bias, out, type of the result), as Fp8Weight has
+    codes and scales.
     fp8_blocks: (x, codes, scales of blocks [out / 128, in / 128], bias, out).
-    integers: (x, packed codes, scales, zeros or None, middle, inputs of a group, bias, out), of 4
-    bits, as IntegerWeight has them.
+    integers: (x, codes in chunks, scales, zeros or None, middle, inputs of a group, bias, out), of
+    4 bits, as IntegerWeight has them.
     """
 
-    fp8: Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None], Tensor]
+    rounded: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
+    fp8: Callable[
+        [Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, torch.dtype], Tensor
+    ]
     fp8_blocks: Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
     integers: Callable[
         [Tensor, Tensor, Tensor, Tensor | None, int, int, Tensor | None, Tensor | None], Tensor
@@ -51,4 +56,4 @@ def _of_device(device: torch.device) -> GpuProducts | None:
     except ImportError as error:
         logger.warning("quantised weights are slow here: %s", error)
         return None
-    return GpuProducts(gpu.fp8, gpu.fp8_blocks, gpu.integers)
+    return GpuProducts(gpu.rounded, gpu.fp8, gpu.fp8_blocks, gpu.integers)

@@ -13,6 +13,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from modeling.quantisation.activations import FP8, LARGEST, SMALLEST
 from modeling.triton_launch import Launcher, aligned, has_dependent_launch, launch_options
+from modeling.triton_tiles import divided
 
 Pointer = Any
 
@@ -43,7 +44,8 @@ def _by_token(
     else:
         scale = tl.div_rn(tl.max(tl.abs(values), axis=0), most)
         scale = tl.where(scale == 0, smallest, scale)
-    found = tl.minimum(tl.maximum(tl.div_rn(values, scale), -most), most)
+    quotients = divided(values, scale, tl.div_rn(1.0, scale))
+    found = tl.minimum(tl.maximum(quotients, -most), most)
     tl.store(codes + row * size + columns, found.to(tl.float8e4nv), mask=inside)
     tl.store(scales + row, scale)
 
@@ -66,39 +68,16 @@ def _by_group(
     values = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
     scale = tl.div_rn(tl.max(tl.abs(values), axis=1), most)
     scale = tl.where(scale == 0, smallest, scale)
-    found = tl.minimum(tl.maximum(tl.div_rn(values, scale[:, None]), -most), most)
+    quotients = divided(values, scale[:, None], tl.div_rn(1.0, scale)[:, None])
+    found = tl.minimum(tl.maximum(quotients, -most), most)
     tl.store(codes + place, found.to(tl.float8e4nv), mask=inside)
     tl.store(scales + group * rows + row, scale, mask=group < groups)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _dequantise(
-    codes: "Pointer", scales: "Pointer", zeros: "Pointer", y: "Pointer",
-    INPUTS: tl.constexpr, GROUP: tl.constexpr, MIDDLE: tl.constexpr, HAS_ZEROS: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    """y = (code - zero) * scale for BLOCK bytes of one row, of two codes each."""
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < INPUTS // 2
-    packed = tl.load(codes + row * (INPUTS // 2) + at, mask=inside, other=0)
-    group = row * (INPUTS // GROUP) + 2 * at // GROUP
-    factors = tl.load(scales + group, mask=inside, other=0.0).to(tl.float32)
-    middle = tl.full([BLOCK], MIDDLE, tl.float32)
-    if HAS_ZEROS:
-        middle = tl.load(zeros + group, mask=inside, other=0).to(tl.float32)
-    low = ((packed & 15).to(tl.float32) - middle) * factors
-    high = ((packed >> 4).to(tl.float32) - middle) * factors
-    both = tl.interleave(low, high)
-    place = tl.program_id(1) * 2 * BLOCK + tl.arange(0, 2 * BLOCK)
-    tl.store(y + row * INPUTS + place, both.to(y.dtype.element_ty), mask=place < INPUTS)
 
 
 # fmt: on
 
 _token = Launcher(_by_token)
 _group = Launcher(_by_group)
-_numbers = Launcher(_dequantise)
 
 
 def by_token(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -136,20 +115,3 @@ def by_group(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
         {"num_warps": 4, **launch_options(dependent)},
     )
     return codes, scales.t()
-
-
-def dequantise(
-    codes: Tensor, scales: Tensor, zeros: Tensor | None, middle: int, group: int, y: Tensor
-) -> Tensor:
-    """Write packed codes [out, in / 2] as numbers into y [out, in], a contiguous one."""
-    outputs, inputs = y.shape
-    block = min(1024, triton.next_power_of_2(inputs // 2))
-    _numbers(
-        (y.device, y.dtype, scales.dtype, inputs, group, middle, zeros is None, aligned(codes, y)),
-        (outputs, -(-inputs // (2 * block))),
-        (codes, scales, codes if zeros is None else zeros, y),
-        {"INPUTS": inputs, "GROUP": group, "MIDDLE": middle, "HAS_ZEROS": zeros is not None,
-         "BLOCK": block},
-        {"num_warps": 4},
-    )  # fmt: skip
-    return y

@@ -14,6 +14,7 @@ from configs.architectures.select import load_architecture
 from configs.architectures.text_stack import decoder_name, outer_paths
 from configs.engine import CacheDType, Device, EngineConfig
 from configs.model import DType, LoadFormat
+from configs.quantisation import Quantisation, WeightFormat
 from modeling.adapters.linear import biased_projections
 from modeling.adapters.norms import norm_projection
 from modeling.adapters.peft_score import score_projection
@@ -91,7 +92,9 @@ def load_model(config: EngineConfig, group: TensorParallel, device: torch.device
     find_format = format_of_dummies if is_dummy else linear_format
     form = find_format(architecture.quantisation, config.model.quantize)
     if form is not None:
-        refuse_gpu(device)
+        check_device(architecture.quantisation, device)
+        if device.type == "cuda":
+            raise ValueError("quantised models are not served on GPUs yet: set device to cpu")
     model = build_model(architecture, Weights(source, group, dtype, device, form))
     if config.adapters.enabled and config.adapters.adapts_vocabulary:
         model.adapt_vocabulary(whole_ends=config.adapters.vocabulary_copies > 0)
@@ -129,10 +132,17 @@ def bytes_by_form(model: nn.Module) -> dict[str, int]:
     return forms
 
 
-def refuse_gpu(device: torch.device) -> None:
-    """Refuse quantised models where they have not been compared yet."""
-    if device.type == "cuda":
-        raise ValueError("quantised models are not served on GPUs yet: set device to cpu")
+ONLY_ON_CPUS = tuple(WeightFormat)
+"""Formats of checkpoints that have not been compared on GPUs yet."""
+
+
+def check_device(stored: Quantisation | None, device: torch.device) -> None:
+    """Refuse checkpoints of formats that are not served on the device."""
+    if stored is not None and device.type == "cuda" and stored.format in ONLY_ON_CPUS:
+        raise ValueError(
+            f"models that {stored.method} quantised are not served on GPUs yet: set device to cpu, "
+            "or give the model before it was quantised and set model.quantize"
+        )
 
 
 def with_other_models(model: PagedModel, architecture: ModelArchitecture) -> tuple[Projection, ...]:

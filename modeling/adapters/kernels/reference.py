@@ -12,6 +12,7 @@ from torch import Tensor
 from modeling.adapters.bank import AdapterBank
 from modeling.adapters.product import AdapterData, OutputSlice, TokenGroup
 from modeling.transfer import to_device
+from sharding.linear_weight import LinearWeight
 
 
 class ReferenceBatch:
@@ -20,12 +21,19 @@ class ReferenceBatch:
     def __init__(self, groups: Sequence[TokenGroup]) -> None:
         self._groups = tuple(groups)
 
-    def has_product(self, x: Tensor, weight: Tensor, targets: tuple[OutputSlice, ...]) -> bool:
+    def has_product(
+        self, x: Tensor, weight: LinearWeight, targets: tuple[OutputSlice, ...]
+    ) -> bool:
         """Return False: torch computes base products."""
         return False
 
     def product(
-        self, y: Tensor, x: Tensor, weight: Tensor, layer: int, targets: tuple[OutputSlice, ...]
+        self,
+        y: Tensor,
+        x: Tensor,
+        weight: LinearWeight,
+        layer: int,
+        targets: tuple[OutputSlice, ...],
     ) -> None:
         """Is never called: `has_product` returns False."""
         raise NotImplementedError

@@ -13,24 +13,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from modeling.adapters.bank import AdapterBank
 from modeling.adapters.kernels.tiles import HEADER, cut_tiles
+from modeling.adapters.kernels.triton_base import Shrink, launch_product, takes
 from modeling.adapters.kernels.triton_embed import embed_kernel
 from modeling.adapters.kernels.triton_expand import expand_kernel
 from modeling.adapters.kernels.triton_forms import Blocks, Form, forms_of
-from modeling.adapters.kernels.triton_product import (
-    AHEAD,
-    MAX_BLOCKS,
-    MAX_SUMS,
-    ProductForm,
-    product_form,
-    product_kernel,
-)
+from modeling.adapters.kernels.triton_product import MAX_BLOCKS, MAX_SUMS, product_form
 from modeling.adapters.kernels.triton_shrink import shrink_kernel
 from modeling.adapters.product import OutputSlice
 from modeling.triton_launch import Launcher, aligned, has_dependent_launch, launch_options
+from sharding.linear_weight import LinearWeight
 
 MAX_TARGETS = 3
 """Projections of one launch."""
@@ -205,40 +199,43 @@ class TritonBatch:
         self._key = (self._form.max_tokens, self._constants["SPLITS"])
         self._launch = launch_options(plan.dependent_launch)
 
-    def has_product(self, x: Tensor, weight: Tensor, targets: tuple[OutputSlice, ...]) -> bool:
+    def has_product(
+        self, x: Tensor, weight: LinearWeight, targets: tuple[OutputSlice, ...]
+    ) -> bool:
         """Return whether `product` is to compute the base product of these targets."""
-        return self._product is not None and len(targets) <= MAX_TARGETS and _fits(x, weight)
+        return (
+            self._product is not None
+            and len(targets) <= MAX_TARGETS
+            and takes(x)
+            and weight.joins(x)
+        )
 
     def product(
-        self, y: Tensor, x: Tensor, weight: Tensor, layer: int, targets: tuple[OutputSlice, ...]
+        self,
+        y: Tensor,
+        x: Tensor,
+        weight: LinearWeight,
+        layer: int,
+        targets: tuple[OutputSlice, ...],
     ) -> None:
         """y = x W^T, and the shrink of the next `add` if there are tiles, in one launch.
 
-        x: [tokens, in], weight: [out, in], y: [tokens, out].
+        x: [tokens, in], weight: of [out, in], y: [tokens, out].
         """
         form = self._product
         assert form is not None
         group = self._plan.group(targets)
         split_width, num_splits = _split(group.inputs, form.shrink_columns, form.shrink_splits)
         blocks, tile_programs = self._grid(group.count * num_splits)
-        shares = form.splits(weight.shape[0])
-        programs = blocks * tile_programs + -(-weight.shape[0] // form.outputs) * shares
         # fmt: off
-        product_kernel[(programs,)](
-            *_tiles(form, weight, x),
-            x, weight, y,
-            self._plan.sums, self._plan.arrived,
-            self._num_tokens, weight.shape[0], y.stride(0),
-            blocks * tile_programs, tile_programs,
+        arguments = (
             *group.a, *self._tables, *self._counters, *group.projections, layer,
             x.stride(0), split_width, num_splits, self._num_tokens,
-            INPUTS=group.inputs, ROWS=form.rows, BLOCK_N=form.outputs, SHARES=shares,
-            PRODUCT_K=form.inputs, AHEAD=AHEAD, BULK=form.bulk,
-            LAYERS=group.layers, BLOCK_K=form.shrink_columns,
-            num_warps=form.warps, num_stages=form.stages,
-            **self._constants, **self._launch,
         )
         # fmt: on
+        constants = {"LAYERS": group.layers, "BLOCK_K": form.shrink_columns, **self._constants}
+        shrink = Shrink(blocks * tile_programs, tile_programs, x, arguments, constants)
+        launch_product(form, y, weight.operands(x), self._plan.sums, self._plan.arrived, shrink)
         self._started = (group, num_splits) if self._num_tiles else None
 
     def add(self, y: Tensor, x: Tensor, layer: int, targets: tuple[OutputSlice, ...]) -> None:
@@ -373,19 +370,3 @@ def _split(inputs: int, columns: int, splits: int) -> tuple[int, int]:
     num_columns = -(-inputs // columns)
     split_width = -(-num_columns // splits) * columns
     return split_width, -(-inputs // split_width)
-
-
-def _fits(x: Tensor, weight: Tensor) -> bool:
-    """Return whether the product's kernel takes these: half precision, aligned, contiguous rows."""
-    whole = weight.is_contiguous() and weight.shape[1] % 256 == 0 and x.stride(0) % 8 == 0
-    return x.dtype != torch.float32 and whole
-
-
-def _tiles(form: ProductForm, weight: Tensor, x: Tensor) -> tuple[Any, Any]:
-    """Return descriptors of weight and x for the copy engine, or the tensors themselves."""
-    if not form.bulk:
-        return weight, x
-    return (
-        TensorDescriptor.from_tensor(weight, [form.outputs, form.inputs]),
-        TensorDescriptor.from_tensor(x, [form.rows, form.inputs]),
-    )

@@ -20,6 +20,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from modeling.adapters.kernels.triton_shrink import UNSPECIALIZED, shrink_tiles
+from modeling.triton_tiles import fp8_tile, prefetch, store_tile
 
 
 @dataclass(frozen=True)
@@ -80,19 +81,6 @@ MAX_SUMS = 8 * 2**20
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _prefetch(pointers: "Any") -> None:
-    """Prefetch the cache lines at some addresses into the second-level cache."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [pointers.to(tl.int64, bitcast=True)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit  # type: ignore[untyped-decorator]
 def _product(
     block: "Any", split: "Any", num_blocks: "Any",
     x: "Any", weight: "Any", y: "Any",
@@ -120,7 +108,7 @@ def _product(
     if PDL:
         ahead = tl.minimum(start + tl.arange(0, AHEAD // 64) * 64, stop - 64)
         first = weight + tl.minimum(n, num_outputs - 1).to(tl.int64) * INPUTS
-        _prefetch(first[:, None] + ahead[None, :])
+        prefetch(first[:, None] + ahead[None, :])
         gdc_wait()
     acc = tl.zeros([BLOCK_N, ROWS], dtype=tl.float32)
     if BULK:  # Beyond the matrices' ends the copy engine writes zeros: no mask is needed.
@@ -137,24 +125,10 @@ def _product(
             w_tile = tl.load(w_rows[:, None] + at[None, :], mask=w_mask, other=0.0)
             x_tile = tl.load(x_rows[None, :] + at[:, None], mask=x_mask, other=0.0)
             acc = tl.dot(w_tile, x_tile, acc)
-    out = y + m[None, :].to(tl.int64) * y_stride + n[:, None]
-    out_mask = live[None, :] & inside[:, None]
-    if SHARES == 1:
-        tl.store(out, acc.to(y.dtype.element_ty), mask=out_mask)
-    else:
-        cell = (block * BLOCK_N + tl.arange(0, BLOCK_N))[:, None] * ROWS + m[None, :]
-        stride = num_blocks * BLOCK_N * ROWS
-        tl.store(sums + split * stride + cell, acc)
-        # As in the shrink's sums: all stores of the program, then one thread's arrival.
-        tl.debug_barrier()
-        before = tl.atomic_add(arrived + block, 1, sem="acq_rel")
-        if before == SHARES - 1:
-            # In the order of the shares, whichever came last: equal inputs give equal bits.
-            total = tl.zeros([BLOCK_N, ROWS], dtype=tl.float32)
-            for other in tl.static_range(SHARES):
-                total += tl.load(sums + other * stride + cell, cache_modifier=".cg")
-            tl.store(out, total.to(y.dtype.element_ty), mask=out_mask)
-            tl.atomic_xchg(arrived + block, 0, sem="relaxed")
+    store_tile(
+        acc, y, y, sums, arrived, block, split,
+        num_blocks, m, n, live, inside, y_stride, ROWS, BLOCK_N, SHARES, False,
+    )
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
@@ -206,4 +180,50 @@ def product_kernel(
             x_stride, y_stride,
             INPUTS, ROWS, BLOCK_N, PRODUCT_K, SHARES, AHEAD, PDL,
             weight_tiles, x_tiles, BULK,
+        )
+
+
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=[*UNSPECIALIZED, "num_rows", "num_shrinks", "num_tile_programs"]
+)
+def fp8_product_kernel(
+    x_codes: "Any", x_scales: "Any", codes: "Any", scales: "Any", y: "Any",
+    sums: "Any", arrived: "Any", num_rows: "Any", num_outputs: "Any", y_stride: "Any",
+    num_shrinks: "Any", num_tile_programs: "Any",
+    x: "Any", a0: "Any", a1: "Any", a2: "Any",
+    records: "Any", page_table: "Any", ranks: "Any",
+    partials: "Any", summed: "Any", summed_stride: "Any",
+    projection0: "Any", projection1: "Any", projection2: "Any", layer: "Any",
+    x_stride: "Any", split_width: "Any", num_splits: "Any", positions: "Any",
+    INPUTS: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, SHARES: tl.constexpr,
+    PRODUCT_K: tl.constexpr,
+    PROJECTIONS: tl.constexpr, TABLE_PAGES: tl.constexpr, TABLE_LAYERS: tl.constexpr,
+    LAYERS: tl.constexpr,
+    MAX_RANK: tl.constexpr, HEADER: tl.constexpr, SPLITS: tl.constexpr, SUMMED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, MORE_ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """The same where weights and activations are in fp8: the shrink reads x, which is not."""
+    if PDL:
+        gdc_launch_dependents()
+    program = tl.program_id(0)
+    if program < num_shrinks:
+        shrink_tiles(
+            program // num_tile_programs, program % num_tile_programs, num_tile_programs,
+            x, a0, a1, a2,
+            records, page_table, ranks,
+            partials, summed, summed_stride,
+            projection0, projection1, projection2, layer, INPUTS,
+            x_stride, split_width, num_splits, positions,
+            PROJECTIONS, TABLE_PAGES, TABLE_LAYERS, LAYERS,
+            MAX_RANK, HEADER, SPLITS, SUMMED, BLOCK_M, BLOCK_R, MORE_ROWS, BLOCK_K, PDL,
+        )
+    else:
+        own = program - num_shrinks
+        num_blocks = (tl.num_programs(0) - num_shrinks) // SHARES
+        fp8_tile(
+            own % num_blocks, own // num_blocks, num_blocks,
+            x_codes, x_scales, codes, scales, y, y, sums, arrived,
+            num_rows, num_outputs, y_stride,
+            INPUTS, ROWS, BLOCK_N, PRODUCT_K, 0, SHARES, False, PDL,
         )

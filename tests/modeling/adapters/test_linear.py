@@ -13,6 +13,7 @@ from modeling.adapters.product import OutputSlice
 from sharding.checkpoint import SafetensorsCheckpoint
 from sharding.group import TensorParallel
 from sharding.linear import ColumnParallelLinear, ColumnPart, RowParallelLinear
+from sharding.linear_weight import LinearWeight
 from sharding.loader import Weights
 from sharding.slicing import even_cut
 from tests.ranks import run_ranks
@@ -27,11 +28,18 @@ class DenseDeltas:
     slices: dict[int, tuple[Tensor, Tensor]]
     layer: int
 
-    def has_product(self, x: Tensor, weight: Tensor, targets: tuple[OutputSlice, ...]) -> bool:
+    def has_product(
+        self, x: Tensor, weight: LinearWeight, targets: tuple[OutputSlice, ...]
+    ) -> bool:
         return False
 
     def product(
-        self, y: Tensor, x: Tensor, weight: Tensor, layer: int, targets: tuple[OutputSlice, ...]
+        self,
+        y: Tensor,
+        x: Tensor,
+        weight: LinearWeight,
+        layer: int,
+        targets: tuple[OutputSlice, ...],
     ) -> None:
         raise AssertionError
 

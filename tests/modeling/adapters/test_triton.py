@@ -11,6 +11,9 @@ from torch import Tensor
 from modeling.adapters.bank import AdapterBank
 from modeling.adapters.kernels.select import select_kernel
 from modeling.adapters.product import AdapterData, OutputSlice
+from modeling.quantisation.base import QuantisedWeight
+from modeling.quantisation.fp8 import round_rows
+from sharding.linear_weight import DenseWeight, LinearWeight
 from tests.modeling.adapters.loaded_bank import NUM_LAYERS, Case, fill_bank, truth
 
 if TYPE_CHECKING:
@@ -145,9 +148,11 @@ PRODUCT_CASES = [
 @on_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", ["identical", "distinct", "zipf", "base"])
+@pytest.mark.parametrize("form", ["dense", "fp8"])
 def test_the_base_product_and_the_deltas_of_one_launch(
-    banks: dict[torch.dtype, AdapterBank], dtype: torch.dtype, kind: str
+    banks: dict[torch.dtype, AdapterBank], dtype: torch.dtype, kind: str, form: str
 ) -> None:
+    """The adapters read x before it is rounded to fp8."""
     bank = make_bank(banks, dtype)
     for num_tokens in (1, 5, 8, 16, 31, 64):
         rows = mix(kind, num_tokens, 1)
@@ -157,8 +162,12 @@ def test_the_base_product_and_the_deltas_of_one_launch(
         for at, case in enumerate(PRODUCT_CASES):
             layer = at % NUM_LAYERS
             x = torch.randn(num_tokens, case.inputs, device="cuda").to(dtype)
-            weight = (torch.randn(case.outputs, case.inputs, device="cuda") / 64).to(dtype)
-            plain = (x.double() @ weight.double().T).to(dtype)
+            matrix = (torch.randn(case.outputs, case.inputs, device="cuda") / 64).to(dtype)
+            weight: LinearWeight = DenseWeight(matrix)
+            if form == "fp8":
+                weight = round_rows(matrix, matrix.abs().amax(1).float(), dtype)
+            inputs = weight.inputs(x) if isinstance(weight, QuantisedWeight) else x
+            plain = (inputs.double() @ weight[:].double().T).to(dtype)
             found = []
             for _ in range(3):  # counters and sums are left as the next launch needs them
                 data = plan.batch(num_tokens)
@@ -169,7 +178,8 @@ def test_the_base_product_and_the_deltas_of_one_launch(
                 found.append(y)
             expected = truth(bank, plain, x, layer, case.targets, of)
             error = (found[0].double() - expected).norm() / expected.norm()
-            assert float(error) < 2 * TOLERANCE[dtype], (num_tokens, case, float(error))
+            bound = 1e-2 if form == "fp8" else 2 * TOLERANCE[dtype]
+            assert float(error) < bound, (num_tokens, case, float(error))
             assert torch.equal(found[0], found[1])
             assert torch.equal(found[0], found[2])
 
@@ -185,7 +195,8 @@ def test_steps_of_many_rows_and_float32_leave_the_base_product_to_torch(
         weight = torch.randn(case.outputs, case.inputs, device="cuda").to(dtype)
         plan = make_plan(bank, num_tokens)
         plan.update([3] * num_tokens, [1] * num_tokens)
-        assert not plan.batch(num_tokens).has_product(x, weight, case.targets)
+        data = plan.batch(num_tokens)
+        assert not data.has_product(x, DenseWeight(weight), case.targets)
 
 
 @pytest.mark.gpu
@@ -201,10 +212,10 @@ def test_steps_without_tiles_have_the_base_product_alone(
         plan = make_plan(bank, num_tokens)
         plan.update([3] * num_tokens, [1] * num_tokens)
         data = plan.batch(num_tokens, 0)
-        if not data.has_product(x, weight, case.targets):
+        if not data.has_product(x, DenseWeight(weight), case.targets):
             continue
         y = torch.empty(num_tokens, case.outputs, dtype=x.dtype, device="cuda")
-        data.product(y, x, weight, 1, case.targets)
+        data.product(y, x, DenseWeight(weight), 1, case.targets)
         data.add(y, x, 1, case.targets)
         expected = x.double() @ weight.double().T
         assert float((y.double() - expected).norm() / expected.norm()) < 1e-2

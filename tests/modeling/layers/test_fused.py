@@ -10,6 +10,7 @@ from modeling.adapters.norm_rows import OwnWeights, rms_norm
 from modeling.attention.kv_cache import FP8, CacheScales, CacheSpec, allocate
 from modeling.layers.fused import FusedOps, casts_to_fp8, fused_ops
 from modeling.layers.rotary import rotate
+from modeling.quantisation.activations import by_token
 
 CUDA = torch.device("cuda")
 DTYPES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -46,6 +47,32 @@ def test_add_rms_norm(dtype: torch.dtype, shape: tuple[int, int], has_residual: 
     normed, stream = ops().add_rms_norm(x, residual if has_residual else None, weight, 1e-5)
     check(normed, expected, dtype)
     assert torch.equal(stream, total)
+
+
+@gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1, 14336), (33, 96), (200, 1040)])
+def test_rounding_beside(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    """What norm and gated product write in fp8 too is what rounding their result makes."""
+    x, weight = torch.randn(shape, device=CUDA).to(dtype), torch.randn(shape[1], device=CUDA)
+    gate_up = torch.randn(shape[0], 2 * shape[1], device=CUDA).to(dtype)
+    x[0], gate_up[0] = 0, 0
+    codes = torch.empty(shape, dtype=FP8, device=CUDA)
+    rounded = codes, torch.empty(shape[0], 1, device=CUDA)
+
+    def norm(rounded: tuple[Tensor, Tensor] | None) -> Tensor:
+        return ops().add_rms_norm(x, None, weight.to(dtype), 1e-5, rounded=rounded)[0]
+
+    def product(rounded: tuple[Tensor, Tensor] | None) -> Tensor:
+        return ops().silu_mul(gate_up, rounded=rounded)
+
+    for compute in (norm, product):
+        found = compute(rounded)
+        assert torch.equal(found, compute(None))
+        wanted = by_token(found.cpu())
+        assert torch.equal(rounded[0].cpu().view(torch.uint8), wanted[0].view(torch.uint8))
+        assert torch.equal(rounded[1].cpu(), wanted[1])
 
 
 @gpu

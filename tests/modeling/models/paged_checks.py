@@ -20,6 +20,7 @@ from modeling.models.opt import OPTForCausalLM
 from modeling.models.select import build_model
 from sharding.checkpoint import DummySource, SafetensorsCheckpoint
 from sharding.group import SingleRank, TensorParallel
+from sharding.linear_weight import LinearWeight
 from sharding.loader import Weights
 from sharding.slicing import width
 from tests.checkpoints import load_oracle, oracle_greedy, oracle_logits
@@ -170,11 +171,18 @@ class Recorder:
     model: PagedModel
     asked: list[tuple[int, int, int]]
 
-    def has_product(self, x: Tensor, weight: Tensor, targets: tuple[OutputSlice, ...]) -> bool:
+    def has_product(
+        self, x: Tensor, weight: LinearWeight, targets: tuple[OutputSlice, ...]
+    ) -> bool:
         return False
 
     def product(
-        self, y: Tensor, x: Tensor, weight: Tensor, layer: int, targets: tuple[OutputSlice, ...]
+        self,
+        y: Tensor,
+        x: Tensor,
+        weight: LinearWeight,
+        layer: int,
+        targets: tuple[OutputSlice, ...],
     ) -> None:
         raise AssertionError
 

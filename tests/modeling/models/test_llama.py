@@ -14,6 +14,7 @@ from modeling.adapters.product import OutputSlice
 from modeling.models import llama
 from modeling.models.base import PagedModel
 from sharding.group import SingleRank, TensorParallel
+from sharding.linear_weight import LinearWeight
 from sharding.slicing import width
 from tests.checkpoints import VARIANTS, load_oracle, oracle_greedy, oracle_logits, write_llama
 from tests.modeling.models.paged_checks import (
@@ -151,11 +152,18 @@ class Recorder:
     model: PagedModel
     asked: list[tuple[int, int, int]]
 
-    def has_product(self, x: Tensor, weight: Tensor, targets: tuple[OutputSlice, ...]) -> bool:
+    def has_product(
+        self, x: Tensor, weight: LinearWeight, targets: tuple[OutputSlice, ...]
+    ) -> bool:
         return False
 
     def product(
-        self, y: Tensor, x: Tensor, weight: Tensor, layer: int, targets: tuple[OutputSlice, ...]
+        self,
+        y: Tensor,
+        x: Tensor,
+        weight: LinearWeight,
+        layer: int,
+        targets: tuple[OutputSlice, ...],
     ) -> None:
         raise AssertionError
 

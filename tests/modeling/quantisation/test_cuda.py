@@ -22,8 +22,10 @@ pytestmark = [
 DTYPES = (torch.bfloat16, torch.float16)
 TOKENS = (1, 3, 16, 17, 64, 65, 300)
 OUTPUTS, INPUTS = 768, 1024
-BOUND = 5e-3
-"""Of the difference's norm, by the product's: rounding to bfloat16 alone makes 1.7e-3."""
+BOUND = 8e-3
+"""Of the difference's norm, by the product's: rounding inputs, weights and the result to bfloat16
+makes 3e-3, and fp8's tensor cores add with fewer bits than float32 has. The largest of four runs on
+an H200 was 5.7e-3."""
 
 
 def matrix(dtype: torch.dtype) -> Tensor:

@@ -37,6 +37,7 @@ from modeling.runner.input_batch import InputBatch, StepLayout
 from modeling.runner.load_paged import load_paged
 from modeling.runner.paged import ModelRunner
 from sharding.group import SingleRank
+from sharding.linear_weight import LinearWeight
 from tests.modeling.parity import World, engine_config, place_all
 from tests.modeling.stepping import Asked, generate
 
@@ -146,11 +147,18 @@ class LateAdapters:
             return BaseAlone(self.bank)
         return self if self.bank.embedding is None else LateEnds(self)
 
-    def has_product(self, x: Tensor, weight: Tensor, targets: tuple[OutputSlice, ...]) -> bool:
+    def has_product(
+        self, x: Tensor, weight: LinearWeight, targets: tuple[OutputSlice, ...]
+    ) -> bool:
         return False
 
     def product(
-        self, y: Tensor, x: Tensor, weight: Tensor, layer: int, targets: tuple[OutputSlice, ...]
+        self,
+        y: Tensor,
+        x: Tensor,
+        weight: LinearWeight,
+        layer: int,
+        targets: tuple[OutputSlice, ...],
     ) -> None:
         raise AssertionError
 

@@ -24,6 +24,7 @@ from modeling.runner.load_paged import load_paged
 from modeling.runner.paged import ModelRunner
 from modeling.runner.piecewise import TOKENS, PiecewiseGraphs, PiecewiseParts, piecewise_sizes
 from sharding.group import SingleRank
+from sharding.linear_weight import LinearWeight
 from tests.modeling.parity import FAMILIES, World, engine_config, place_all
 from tests.modeling.runner.test_cuda_graphs import BLOCK_SIZE, CPU, NUM_BLOCKS, requests
 from tests.modeling.stepping import Asked, generate
@@ -94,11 +95,18 @@ class GatheredAdapters:
     def batch(self, num_tokens: int, num_tiles: int | None = None) -> "GatheredAdapters":
         return self
 
-    def has_product(self, x: Tensor, weight: Tensor, targets: tuple[OutputSlice, ...]) -> bool:
+    def has_product(
+        self, x: Tensor, weight: LinearWeight, targets: tuple[OutputSlice, ...]
+    ) -> bool:
         return False
 
     def product(
-        self, y: Tensor, x: Tensor, weight: Tensor, layer: int, targets: tuple[OutputSlice, ...]
+        self,
+        y: Tensor,
+        x: Tensor,
+        weight: LinearWeight,
+        layer: int,
+        targets: tuple[OutputSlice, ...],
     ) -> None:
         raise AssertionError
 

@@ -1,0 +1,175 @@
+"""Whole quantised models on a GPU, with an adapter: as near to float32 as the reference is.
+
+The truth is the reference of float32 on a CPU, whose tokens are those of transformers + PEFT
+(test_parity.py, test_packed.py). Every prefix of a text is asked for, by prefills and by captured
+decode steps. Each test prints its figures.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from configs.adapters import AdaptersConfig
+from configs.engine import AttentionKind, CacheConfig, Device, LimitsConfig
+from configs.model import DType, ModelConfig, Quantize
+from configs.quantisation import Activations
+from modeling.quantisation.activations import BLOCK
+from modeling.quantisation.fp8 import round_blocks
+from modeling.quantisation.integers import round_groups
+from modeling.runner.load_paged import load_paged
+from modeling.runner.loading import pick_device
+from modeling.runner.paged import ModelRunner
+from sharding.group import SingleRank
+from tests.checkpoints import LINEARS, AdapterRecipe, write_adapter, write_llama
+from tests.modeling.parity import NUM_BLOCKS, engine_config, place_all
+from tests.modeling.teacher import TOGETHER, Errors, errors, forced_logprobs
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+VOCAB_SIZE = 96
+GROUP = 128
+SCALE = 0.25
+BLOCK_SIZE = 16
+
+Tensors = dict[str, Tensor]
+
+
+def as_blocks(name: str, matrix: Tensor) -> Tensors:
+    """fp8 with a scale for each block, as DeepSeek's checkpoints have it."""
+    made = round_blocks(matrix, (BLOCK, BLOCK), Activations.GROUP)
+    return {f"{name}.weight": made.codes.data, f"{name}.weight_scale_inv": made.scales[::BLOCK]}
+
+
+def as_gptq(name: str, matrix: Tensor, act_order: bool = False) -> Tensors:
+    """4 bits as GPTQ packs them, with zero points; act-order: groups lie in no order."""
+    inputs = matrix.shape[1]
+    order = torch.randperm(inputs) if act_order else torch.arange(inputs)
+    rounded = round_groups(matrix[:, order].float(), 4, GROUP)
+    codes = rounded._unpacked(slice(None))[:, torch.argsort(order)]
+    zeros = torch.randint(6, 10, rounded.scales.t().shape)
+    shifted = codes.t().int() - 8 + zeros[torch.argsort(order) // GROUP]
+    return {
+        f"{name}.qweight": _words(shifted.clamp(0, 15).t()).t().contiguous(),
+        f"{name}.qzeros": _words(zeros - 1),
+        f"{name}.scales": rounded.scales.t().contiguous().half(),
+        f"{name}.g_idx": (torch.argsort(order) // GROUP).int(),
+    }
+
+
+def _words(codes: Tensor) -> Tensor:
+    """Put eight codes of a row into an int32, the first one low."""
+    parts = codes.long().view(len(codes), -1, 8) << torch.arange(0, 32, 4)
+    # As a signed number of 32 bits.
+    words: Tensor = (parts.sum(-1) + 2**31).remainder(2**32).sub(2**31).int()
+    return words.contiguous()
+
+
+FORMS: dict[str, tuple[Callable[[str, Tensor], Tensors] | None, dict[str, Any]]] = {
+    "fp8": (None, {}),
+    "fp8 in blocks": (
+        as_blocks,
+        {
+            "quant_method": "fp8",
+            "weight_block_size": [BLOCK, BLOCK],
+            "activation_scheme": "dynamic",
+        },
+    ),
+    "4 bits": (
+        as_gptq,
+        {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": False},
+    ),
+    "act-order": (
+        lambda name, matrix: as_gptq(name, matrix, act_order=True),
+        {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True, "sym": False},
+    ),
+}
+"""How a matrix is stored, and what config.json says; None: it is rounded at load."""
+
+
+def write(folder: Path, form: str) -> tuple[Path, Path]:
+    """Write a Llama in a form, and an adapter of all its linear maps."""
+    sizes: dict[str, Any] = {"head_dim": 64, "hidden_size": 256, "intermediate_size": 512}
+    dense = write_llama(folder / "dense", dtype="bfloat16", **sizes)
+    # With the usual, larger weights of tiny models one rounding moves logits by whole units.
+    file = dense / "model.safetensors"
+    small = {n: t * SCALE if t.dim() == 2 else t for n, t in load_file(file).items()}
+    save_file(small, file, {"format": "pt"})
+    adapter = write_adapter(folder / "adapter", dense, AdapterRecipe(r=8, alpha=16.0, std=0.02))
+    made, how = FORMS[form]
+    if made is None:
+        return dense, adapter
+    tensors: Tensors = {}
+    for name, tensor in load_file(dense / "model.safetensors").items():
+        module = name.removesuffix(".weight")
+        is_linear = module.rsplit(".", 1)[-1] in LINEARS
+        tensors |= made(module, tensor) if is_linear else {name: tensor}
+    stored = folder / "stored"
+    stored.mkdir()
+    save_file({n: t.contiguous() for n, t in tensors.items()}, stored / "model.safetensors")
+    config = json.loads((dense / "config.json").read_text())
+    (stored / "config.json").write_text(json.dumps({**config, "quantization_config": how}))
+    return stored, adapter
+
+
+def make_runner(model: Path, form: str, device: Device, dtype: DType) -> ModelRunner:
+    kind = AttentionKind.TRITON if device is Device.CUDA else AttentionKind.AUTO
+    config = engine_config(
+        model,
+        model=ModelConfig(
+            id=str(model), dtype=dtype, quantize=Quantize.FP8 if form == "fp8" else Quantize.NONE
+        ),
+        device=device,
+        attention=kind,
+        cache=CacheConfig(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE),
+        limits=LimitsConfig(max_running=TOGETHER, max_step_tokens=512),
+        adapters=AdaptersConfig(device_pages=4, max_device_adapters=2),
+    )
+    return load_paged(config, SingleRank(), pick_device(device)).allocate()
+
+
+def bounded(ours: Errors, reference: Errors) -> bool:
+    """The kernels round where the reference does; a number near a tie may round the other way."""
+    return (
+        ours.kl <= 2 * reference.kl + 1e-3
+        and ours.largest <= 2 * reference.largest + 0.1
+        and ours.flips <= reference.flips + 0.1
+    )
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_models(form: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    model, adapter = write(tmp_path, form)
+    found: dict[str, Tensor] = {}
+    lines, far = [], []
+    for name, device, dtype in (
+        ("truth", Device.CPU, DType.FLOAT32),
+        ("reference", Device.CPU, DType.BFLOAT16),
+        ("ours", Device.CUDA, DType.BFLOAT16),
+    ):
+        runner = make_runner(model, form, device, dtype)
+        place_all(runner, [adapter])
+        for slot in (-1, 0):
+            for decode in (False, True) if name == "ours" else (False,):
+                said = forced_logprobs(runner, VOCAB_SIZE, slot, decode, BLOCK_SIZE).cpu()
+                if name != "ours":
+                    found[f"{name}{slot}"] = said
+                    continue
+                truth, reference = found[f"truth{slot}"], found[f"reference{slot}"]
+                theirs, own = errors(reference, truth), errors(said, truth)
+                way = f"{'base' if slot < 0 else 'adapter':8}{'decode' if decode else 'prefill':8}"
+                lines.append(f"{form:14}{way}{own}  (reference: {theirs})")
+                if not bounded(own, theirs):
+                    far.append(lines[-1])
+    assert runner.num_captured, "no step was captured"
+    with capfd.disabled():
+        print("", *lines, sep="\n")
+    assert not far, "\n".join(far)
