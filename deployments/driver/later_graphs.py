@@ -1,10 +1,14 @@
 """When ranks record the CUDA graphs that their start has left, beside the steps."""
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 
 from deployments.rank.messages import LoadReport, Recorded, RecordGraph
 from deployments.rank.transport import RankLinks
+
+
+logger = logging.getLogger("loray.driver.loop")
 
 
 class LaterGraphs:
@@ -20,14 +24,14 @@ class LaterGraphs:
         self._left = 0
         self._waiting = 0
         self._sent = 0.0
-        self._rest_until = 0.0
+        self._began = self._rest_until = 0.0
 
     def begin(self, reports: Sequence[LoadReport]) -> None:
         """Begin anew, with ranks that have just started."""
         self._num_ranks = len(reports)
         self._left = max(report.graphs_left for report in reports)
         self._waiting = 0
-        self._rest_until = 0.0
+        self._began, self._rest_until = self._clock(), 0.0
 
     def request(self, links: RankLinks, busy: bool) -> None:
         """Have every rank record a graph, if it is time; busy: steps are in flight.
@@ -46,3 +50,5 @@ class LaterGraphs:
             now = self._clock()
             self._left = report.left
             self._rest_until = now + (now - self._sent)
+            if not self._left:
+                logger.info("all CUDA graphs are recorded, %.1f s after start", now - self._began)
