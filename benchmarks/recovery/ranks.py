@@ -4,7 +4,7 @@
 
 Writes a model without weights and adapters of rank 16, starts Ray and the ranks, and prints JSON
 lines. `cold`: first tokens of all adapters at once, never seen, then unloaded before; then of
-single ones beside 60 streams. `kill`: SIGKILL of a rank under 16 streams, twice: `back_s` is from
+single ones beside 60 streams. `kill`, before and after: SIGKILL of a rank under 16 streams: `back_s` is from
 the blow to the first token of a request sent after it, `load_s` the new ranks' own time.
 """
 
@@ -72,7 +72,6 @@ class Stories:
 
 async def cold(stories: Stories, names: Sequence[str]) -> AsyncIterator[Row]:
     """All adapters at once, then single ones beside streams."""
-    await stories.tokens(4)
     yield {"case": "cold", "never_seen": True, **quantiles(await stories.at_once(names))}
     for _ in range(3):
         await stories.unload(names)
@@ -134,10 +133,10 @@ async def measure(config: EngineConfig, folder: Path, names: Sequence[str], gpus
         row = {"case": "start", "seconds": round(time.monotonic() - began, 2)}
         print(json.dumps({**row, "load_s": round(engine.ranks[0].load_seconds, 2)}), flush=True)
         stories = Stories(engine)
+        print(json.dumps(await kill(engine, stories)), flush=True)
         async for row in cold(stories, names):
             print(json.dumps(row), flush=True)
-        for _ in range(2):
-            print(json.dumps(await kill(engine, stories)), flush=True)
+        print(json.dumps(await kill(engine, stories)), flush=True)
     finally:
         await engine.stop()
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from deployments.rank.messages import LoadReport, Recorded, RecordGraph
 from deployments.rank.transport import RankLinks
 
-
 logger = logging.getLogger("loray.driver.loop")
 
 
