@@ -4,8 +4,9 @@
 
 Writes a model without weights and adapters of rank 16, starts Ray and the ranks, and prints JSON
 lines. `cold`: first tokens of all adapters at once, never seen, then unloaded before; then of
-single ones beside 60 streams. `kill`, before and after: SIGKILL of a rank under 16 streams: `back_s` is from
-the blow to the first token of a request sent after it, `load_s` the new ranks' own time.
+single ones beside 60 streams. `kill`, before and after: SIGKILL of a rank under 16 streams:
+`back_s` is from the blow to the first token of a request sent after it, `load_s` the new ranks' own
+time.
 """
 
 import argparse
