@@ -292,7 +292,6 @@ class PieceRecorder:
         """
         here = torch.cuda.current_stream(self._device)
         torch.cuda.synchronize(self._device)
-        gc.collect()
         collected = gc.isenabled()
         gc.disable()
         self._stream.wait_stream(here)
