@@ -110,6 +110,9 @@ class AdaptersConfig(Config):
     what fits into half of the pools' memory, at most as many as all adapters could use.
     vocabulary_copies: adapters with a whole embedding or head of their own (PEFT's
     modules_to_save) that may be on the device at once; each takes both matrices' bytes.
+    whole_linears: linear maps of which adapters may bring the whole weight (modules_to_save), by
+    name, and how many such adapters may be on the device at once; each takes that map's bytes in
+    all layers.
     host_bytes: the host tier of each rank, allocated at start and, for CUDA, pinned.
     staging_threads: adapters that a rank reads from disk at the same time.
     preload: references loaded before the server is ready.
@@ -139,6 +142,7 @@ class AdaptersConfig(Config):
     vocabulary_pages: PositiveInt | None = None
     expert_pages: NonNegativeInt | None = None
     vocabulary_copies: NonNegativeInt = 0
+    whole_linears: dict[str, PositiveInt] = Field(default_factory=dict)
     host_bytes: PositiveInt = 4 * 2**30
     staging_threads: PositiveInt = 4
     preload: tuple[str, ...] = ()

@@ -40,7 +40,8 @@ SERVED_NOTES: Mapping[str, str] = {
     "alpha_pattern": "as PEFT matches it; 4,096 keys at most",
     "task_type": "`SEQ_CLS` adapters bring a classification head; others change nothing",
     "modules_to_save": "a decoder's classification head; norms of paged models; embedding and "
-    "head, where `adapters.vocabulary_copies` is above 0; others are refused",
+    "head, where `adapters.vocabulary_copies` is above 0; linear maps that "
+    "`adapters.whole_linears` names; others are refused",
 }
 """What else there is to say of fields that are served."""
 
@@ -193,6 +194,8 @@ def way(setting: Setting) -> str:
         parts.append("vocabulary adapted")
     if setting.copies:
         parts.append("or replaced")
+    if setting.linears:
+        parts.append("linear maps replaced")
     return ", ".join(parts)
 
 

@@ -74,7 +74,9 @@ def _print_verdict(folder: Path, verdict: AdapterVerdict) -> None:
         head = f", classifies by {verdict.num_labels} labels" if verdict.num_labels else ""
         tokens = f", sets {verdict.num_tokens} rows of tokens" if verdict.num_tokens else ""
         norms = f", brings {verdict.num_norms} norms" if verdict.num_norms else ""
-        shape = f"{kind}{verdict.num_modules} modules, rank {verdict.rank}{head}{tokens}{norms}"
+        whole = f", brings {verdict.num_whole} whole linear maps" if verdict.num_whole else ""
+        shape = f"{kind}{verdict.num_modules} modules, rank {verdict.rank}"
+        shape += f"{head}{tokens}{norms}{whole}"
         typer.echo(f"{folder}: served exactly ({shape})")
         _print_cost(verdict.cost)
         if verdict.unread:

@@ -16,6 +16,7 @@ from modeling.adapters.host_cache import (
     HostCacheSize,
     StagedAdapter,
     copy_bytes,
+    linear_bytes,
     page_bytes,
 )
 from modeling.adapters.host_pages import PAGE_ROWS
@@ -37,6 +38,7 @@ __all__ = [
     "DeviceAdapter",
     "Pool",
     "copy_bytes",
+    "linear_bytes",
     "page_bytes",
     "select_columns",
 ]
@@ -67,6 +69,8 @@ class BankSize:
         """Return the number of pages in one projection's pool."""
         if projection.kind.whole:
             return self.copies
+        if projection.kind is ProjectionKind.WHOLE_LINEAR:
+            return projection.copies
         if projection.kind is ProjectionKind.NORMS:
             return min(self.slots, self.pages)  # Each adapter takes one.
         if projection.kind in WHOLE_KINDS and self.vocabulary_pages is not None:
@@ -162,7 +166,7 @@ class DeviceAdapter:
         return y if own.bias < 0 else y + pool[own.bias + behind]
 
     def page(self, projection: int) -> int:
-        """Return the page of what is one matrix; -1 where the adapter has none."""
+        """Return the first page; -1 where the adapter has none."""
         pages = self._pages[projection]
         return pages[0] if pages else -1
 
@@ -329,7 +333,7 @@ class AdapterBank:
         return adapter
 
     def page_of(self, slot: int, projection: int) -> int:
-        """Return the page of what is one matrix of a slot's adapter; -1 where it has none."""
+        """Return the first page of a slot's adapter; -1 where it has none."""
         adapter = self._loaded[slot]
         return -1 if adapter is None else adapter.page(projection)
 

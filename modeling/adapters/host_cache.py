@@ -31,7 +31,6 @@ from modeling.adapters.merge import OpenAdapter, open_fetched
 from modeling.adapters.output_rows import OutputRows, added_bias, output_rows
 from modeling.adapters.pinned_pool import PinnedPool
 from modeling.adapters.projection import (
-    WHOLE_KINDS,
     BaseLinear,
     BaseRows,
     ModulePosition,
@@ -44,6 +43,14 @@ from modeling.adapters.stacks import LoraStack, StackReader
 from modeling.transfer import DeviceEvent, aligned
 from sharding.tensor_file import WHOLE_BYTES
 from sources.files import fingerprint
+
+_SETTINGS = {
+    ProjectionKind.EMBEDDING: "vocabulary_pages",
+    ProjectionKind.HEAD: "vocabulary_pages",
+    ProjectionKind.WHOLE_LINEAR: "whole_linears",
+    ProjectionKind.EXPERTS: "expert_pages",
+}
+"""Which setting gives a pool its pages, where that is not device_pages."""
 
 MAX_CHUNK_BYTES = 2**20
 _WRITERS = 8
@@ -235,9 +242,7 @@ class HostAdapterCache:
         needs = zip(self._projections, shape.num_pages, self._size.pages, strict=True)
         for projection, count, most in needs:
             if count > most:
-                setting = "vocabulary_pages" if projection.kind in WHOLE_KINDS else "device_pages"
-                if projection.kind is ProjectionKind.EXPERTS:
-                    setting = "expert_pages"
+                setting = _SETTINGS.get(projection.kind, "device_pages")
                 raise AdapterError(
                     AdapterRefusal.TOO_LARGE,
                     f"the adapter needs {count} pages of {projection.name}, this server's pool "
@@ -304,7 +309,7 @@ class HostAdapterCache:
             index = matrix.position.projection
             parts = torch.split(matrix.rows, self._projections[index].num_layers * PAGE_ROWS)
             for page, part in zip(pages[index], parts, strict=True):
-                page.a.write(0, part)
+                page.a.write(matrix.first * PAGE_ROWS, part)
 
     def _write_stack(
         self, stack: LoraStack, pages: Sequence[HostPage], behind: OutputRows, sums: SummedRows
@@ -351,9 +356,17 @@ def _check_unchanged(adapter: FetchedAdapter) -> None:
 
 def page_bytes(projections: Sequence[Projection], dtype: torch.dtype) -> int:
     """Return the bytes of one page of every pool of factors: the unit of their size."""
-    factors = [p for p in projections if not p.kind.whole]
+    opt_in = ProjectionKind.WHOLE_LINEAR
+    factors = [p for p in projections if not p.kind.whole and p.kind is not opt_in]
     widths = sum(p.num_layers * (p.local_inputs + p.local_outputs) for p in factors)
     return PAGE_ROWS * dtype.itemsize * widths
+
+
+def linear_bytes(projections: Sequence[Projection], dtype: torch.dtype) -> int:
+    """Return the bytes of the pools of whole linear maps."""
+    whole = [p for p in projections if p.kind is ProjectionKind.WHOLE_LINEAR]
+    rows = sum(p.copies * p.num_layers * p.local_inputs for p in whole)
+    return PAGE_ROWS * dtype.itemsize * rows
 
 
 def copy_bytes(projections: Sequence[Projection], dtype: torch.dtype) -> int:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from modeling.adapters.product import AdapterData, OutputSlice
+from modeling.adapters.product import AdapterData, OutputSlice, WholeAdapters
 from modeling.adapters.projection import BaseLinear, ModulePosition
 from sharding.linear import ColumnParallelLinear, RowParallelLinear
 from sharding.linear_weight import WeightRows
@@ -38,6 +38,8 @@ class AdapterColumnLinear(nn.Module):
             adapter_data.product(y, x, weight, self._layer, self._targets)
         else:
             y = self.base(x)
+        if isinstance(adapter_data, WholeAdapters):
+            adapter_data.replace(y, x, self._layer, self._targets, self.base.bias)
         adapter_data.add(y, x, self._layer, self._targets)
         return y
 
@@ -80,6 +82,8 @@ class AdapterRowLinear(nn.Module):
             adapter_data.product(y, x, weight, self._layer, self._targets)
         else:
             y = self.base.partial(x)
+        if isinstance(adapter_data, WholeAdapters):
+            adapter_data.replace(y, x, self._layer, self._targets, self.base.bias)
         adapter_data.add(y, x, self._layer, self._targets)
         return y
 

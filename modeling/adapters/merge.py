@@ -202,8 +202,8 @@ def _check_factors_alone(adapter: PeftAdapter) -> None:
         refuse("it is an activated adapter (aLoRA), which PEFT does not merge: use it alone")
     if adapter.tokens:
         refuse("trainable_token_indices: PEFT does not merge rows of single tokens: use it alone")
-    if adapter.norms.vectors:
-        refuse("it brings norms, which PEFT does not merge: use it alone")
+    if adapter.norms.vectors or adapter.whole.modules:
+        refuse("it brings whole modules (modules_to_save), which are not merged: use it alone")
     if adapter.plan.parts or isinstance(adapter.plan, JoinedPlan):
         refuse("it adapts fused modules, or parts of those that this model fuses: use it alone")
     if adapter.experts.ranks:

@@ -31,6 +31,7 @@ from modeling.adapters.peft_norms import find_norms, without_norms
 from modeling.adapters.peft_score import SCORE_KEY, find_score, without_score
 from modeling.adapters.peft_tensors import check_file_rank, check_shape, check_type
 from modeling.adapters.peft_tokens import find_tokens
+from modeling.adapters.peft_whole import find_whole, trained_biases, without_whole
 from modeling.adapters.projection import (
     TOKEN_KINDS,
     WHOLE_KINDS,
@@ -122,7 +123,7 @@ def _check_file(
         adapter.biases.check(file, plan, adapter.modules, known, projections)
     with faults.gather():
         has_whole = bool(adapter.ends.matrices or adapter.tokens or adapter.norms.vectors)
-        has_whole |= adapter.score is not None
+        has_whole |= adapter.score is not None or bool(adapter.whole.modules)
         check_activation(plan, adapter.projections, adapter.modules.values(), has_whole)
     faults.check()
     return adapter
@@ -146,6 +147,13 @@ def _find_others(adapter: PeftAdapter, base: Mapping[str, BaseRows], faults: Fau
     with faults.gather():
         adapter = replace(adapter, norms=find_norms(file, plan, projections, adapter.modules))
     plan = without_norms(plan, adapter.norms)
+    with faults.gather():
+        adapter = replace(adapter, whole=find_whole(file, plan, projections, adapter.modules))
+    with faults.gather():
+        adapter.whole.check(file, projections)
+        biases = {**adapter.biases.replaced, **trained_biases(adapter.whole, file)}
+        adapter = replace(adapter, biases=replace(adapter.biases, replaced=biases))
+    plan = without_whole(plan, adapter.whole)
     with faults.gather():
         adapter = replace(adapter, ends=find_ends(keys, plan, projections, base))
     return adapter
@@ -200,7 +208,7 @@ def _match(keys: Iterable[str], adapter: PeftAdapter, faults: Faults) -> dict[st
                 refuse(f"{missing} is missing beside its partner: the file is incomplete")
     others = (
         *(adapter.ends.matrices, adapter.score, adapter.tokens, adapter.norms.vectors),
-        adapter.experts.ranks,
+        *(adapter.experts.ranks, adapter.whole.modules),
     )
     if not (found or any(others) or faults):
         refuse(f"{WEIGHTS_NAME} holds no LoRA tensor: it adapts nothing")
@@ -320,6 +328,9 @@ def _check_once(adapter: PeftAdapter) -> None:
         if position in taken or PREFIX + module in whole:
             refuse(f"{module} is adapted twice: save the adapter again")
         taken.add(position)
+    for module, position in adapter.whole.modules.items():
+        if position in taken:
+            refuse(f"{module} is adapted twice: save the adapter again")
     projections = adapter.projections
     kinds = {projections[at.projection].kind for at in (*taken, *adapter.ends.matrices.values())}
     for each in adapter.tokens:

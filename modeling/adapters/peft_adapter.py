@@ -23,6 +23,7 @@ from modeling.adapters.peft_norms import NormTensors
 from modeling.adapters.peft_score import ScoreTensor
 from modeling.adapters.peft_tensors import check_finite
 from modeling.adapters.peft_tokens import TokenTensor
+from modeling.adapters.peft_whole import WholeLinearTensors
 from modeling.adapters.projection import ModulePosition, Projection
 from modeling.adapters.stacks import LoraModule, LoraStack, StackReader
 from sharding.tensor_file import TensorFile
@@ -47,6 +48,7 @@ class PeftAdapter:
     tokens: trained rows of embedding and head.
     norms: weights and biases of norms.
     experts: factors of routed experts.
+    whole: whole linear maps.
     """
 
     file: TensorFile
@@ -60,6 +62,7 @@ class PeftAdapter:
     norms: NormTensors = field(default_factory=NormTensors)
     bare: dict[str, ModulePosition] = field(default_factory=dict)
     experts: ExpertTensors = field(default_factory=ExpertTensors)
+    whole: WholeLinearTensors = field(default_factory=WholeLinearTensors)
 
     @property
     def other_names(self) -> set[str]:
@@ -67,7 +70,7 @@ class PeftAdapter:
         score = set() if self.score is None else {self.score.key}
         tokens = {each.key for each in self.tokens}
         others = tokens | self.norms.vectors.keys() | self.norms.idle | self.experts.names
-        return self.ends.names | self.biases.names | score | others
+        return self.ends.names | self.biases.names | score | others | self.whole.names
 
     @property
     def is_scaled(self) -> bool:
@@ -91,6 +94,7 @@ class PeftAdapter:
             whole[self.score.position] = self.score.num_labels
         if self.norms.position is not None:
             whole[self.norms.position] = 1
+        whole |= dict.fromkeys(self.whole.positions, 1)
         whole |= dict.fromkeys(self.bare.values(), 1)
         whole |= {at: len(each.ids) for each in self.tokens for at in each.positions}
         whole |= self.experts.ranks
@@ -194,6 +198,7 @@ class PeftAdapter:
             if self.score is not None:
                 yield self.score.read(self.file)
             yield from self.ends.read(self.file, self.projections)
+            yield from self.whole.read(self.file, self.projections)
 
 
 @contextmanager

@@ -44,10 +44,14 @@ TIED_BY_PEFT = frozenset({"embed_tokens", "lm_head"})
 
 @dataclass(frozen=True)
 class Matrix:
-    """This rank's rows of a whole embedding or head, [token ids, hidden], in the stored type."""
+    """This rank's part of one matrix in the stored type: rows [n, width] of the pool's page.
+
+    first: with which of the page's blocks of 8 rows they begin.
+    """
 
     position: ModulePosition
     rows: Tensor
+    first: int = 0
 
 
 @dataclass(frozen=True)
@@ -150,9 +154,9 @@ def _refuse_saved(plan: LoraPlan, entry: str, has_ends: bool, can_adapt: bool) -
     field = f"modules_to_save={list(plan.modules_to_save)!r} is not served here: "
     if has_ends:
         refuse(
-            f"{field}{entry!r} is no norm, neither the embedding nor the head, nor a decoder's "
-            "classification head (score): the change of a whole linear map has full rank. Train "
-            "it by target_modules, or merge it into the base model"
+            f"{field}{entry!r} is no norm and no linear map inside the layers, neither the "
+            "embedding nor the head, nor a decoder's classification head (score); retrain without "
+            "it, or merge it into the base model"
         )
     if not can_adapt:
         refuse(field + INSIDE_ONLY_ADVICE)

@@ -76,6 +76,25 @@ class NormAdapters(Protocol):
 
 
 @runtime_checkable
+class WholeAdapters(Protocol):
+    """What a step's adapters do to whole linear maps (`whole_linears.py`)."""
+
+    def replace(
+        self,
+        y: Tensor,
+        x: Tensor,
+        layer: int,
+        targets: tuple[OutputSlice, ...],
+        bias: Tensor | None,
+    ) -> None:
+        """Overwrite y [tokens, out] by W' x + bias, for rows of adapters that bring W'.
+
+        bias: the base model's, which y has; None without one.
+        """
+        ...
+
+
+@runtime_checkable
 class EndAdapters(Protocol):
     """What a step's adapters do at embedding and head (`vocabulary.py`)."""
 

@@ -21,6 +21,7 @@ class ProjectionKind(Enum):
     NORMS: replaces weights and biases of norms.
     EXPERTS: adds factors to a matrix of each expert in layers that route tokens to experts.
     ROUTER: adds factors to the linear map that does, inside of a module of another kind.
+    WHOLE_LINEAR: replaces the weight of a linear map.
     """
 
     LINEAR = "linear"
@@ -34,6 +35,7 @@ class ProjectionKind(Enum):
     NORMS = "norms"
     EXPERTS = "experts"
     ROUTER = "router"
+    WHOLE_LINEAR = "whole linear map"
 
     @property
     def whole(self) -> bool:
@@ -54,7 +56,7 @@ class ProjectionKind(Enum):
     def of_vocabulary(self) -> bool:
         """Return whether it changes the embedding or the head of the vocabulary."""
         others = (ProjectionKind.LINEAR, ProjectionKind.SCORE, ProjectionKind.NORMS)
-        return self not in (*others, *ROUTED_KINDS)
+        return self not in (*others, *ROUTED_KINDS, ProjectionKind.WHOLE_LINEAR)
 
 
 ROUTED_KINDS = (ProjectionKind.EXPERTS, ProjectionKind.ROUTER)
@@ -173,6 +175,8 @@ class Projection:
     numbers: the numbers in paths of the layers that have it; () for all from 0 on.
     experts: of a map that each expert has. Expert e of the i-th of those layers counts as layer
     i * count + e, and `module` is the path of the experts' module.
+    replaces: for whole linear maps, the index of the map's own projection. copies: the pages of
+    their pool. blocks: how many 8 rows are one layer's.
 
     A whole matrix [token ids, hidden] is one page of its pool: each 8 of its rows count as a layer,
     and `inputs` is the hidden size. A classification head [labels, hidden] takes a page for each 8
@@ -197,6 +201,9 @@ class Projection:
     vectors: tuple[NormVector, ...] = ()
     numbers: tuple[int, ...] = ()
     experts: ExpertMatrices | None = None
+    replaces: int = -1
+    copies: int = 0
+    blocks: int = 1
 
     @property
     def base_rows(self) -> BaseRows:
@@ -216,7 +223,7 @@ class Projection:
     @property
     def num_ranked(self) -> int:
         """Return how many layers have a rank."""
-        return 1 if self.kind.is_matrix else self.num_layers
+        return 1 if self.kind.is_matrix else self.num_layers // self.blocks
 
     @property
     def cuts_inputs(self) -> bool:

@@ -30,6 +30,7 @@ from modeling.adapters.projection import (
     ProjectionKind,
 )
 from modeling.adapters.token_rows import TokenRows, groups_of
+from modeling.adapters.whole_linears import WholeLinears
 from modeling.transfer import to_device
 from sharding.embedding import ParallelHead, VocabParallelEmbedding
 from sharding.linear_weight import LinearWeight
@@ -100,6 +101,8 @@ def _whole(end: Projection, num_rows: int, hidden: int) -> Projection:
 class VocabularyAdapters:
     """The adapters of a step that is not captured: the kernel's for layers, and the ends'.
 
+    It has whole linear maps of the layers too.
+
     routed: the tokens of each adapter that changes experts or routers (`experts.py`).
     """
 
@@ -123,6 +126,7 @@ class VocabularyAdapters:
         self._set_logits = _rows(bank, logit_slots, kinds.get(ProjectionKind.HEAD_TOKENS, -1))
         self._num_logits = len(logit_slots)
         self.routed = _routed_groups(bank, token_slots)
+        self._whole_linears = WholeLinears(bank, token_slots)
 
     def has_product(
         self, x: Tensor, weight: LinearWeight, targets: tuple[OutputSlice, ...]
@@ -144,6 +148,17 @@ class VocabularyAdapters:
     def add(self, y: Tensor, x: Tensor, layer: int, targets: tuple[OutputSlice, ...]) -> None:
         """Add the deltas of a layer's projections; see `AdapterData`."""
         self._layers.add(y, x, layer, targets)
+
+    def replace(
+        self,
+        y: Tensor,
+        x: Tensor,
+        layer: int,
+        targets: tuple[OutputSlice, ...],
+        bias: Tensor | None,
+    ) -> None:
+        """Overwrite rows by whole linear maps; see `WholeAdapters`."""
+        self._whole_linears.replace(y, x, layer, targets, bias)
 
     def embed(self, y: Tensor, local_ids: Tensor, foreign: Tensor | None) -> None:
         """Change y [tokens, hidden] by this rank's part of A, or of W'; see `local_ids`."""
@@ -190,15 +205,18 @@ def adapts_vocabulary(bank: AdapterBank, slots: Sequence[int]) -> bool:
 
 def adapts_more(bank: AdapterBank, slots: Sequence[int]) -> bool:
     """Whether some adapter of a step (-1: base) changes more than the layers' linear maps."""
-    return bank.changes(slots, (*VOCABULARY_KINDS, *ROUTED_KINDS))
+    kinds = (*VOCABULARY_KINDS, *ROUTED_KINDS, ProjectionKind.WHOLE_LINEAR)
+    return bank.changes(slots, kinds)
 
 
 def needs_launches(bank: AdapterBank, slots: Sequence[int]) -> bool:
     """Whether some adapter of a step (-1: base) changes what captured steps leave as it is.
 
-    Those are rows of the embedding or the head, which are replaced, experts and routers.
+    Those are rows of the embedding or the head and whole linear maps, which are replaced, experts
+    and routers.
     """
-    return bank.changes(slots, (*REPLACING_KINDS, *ROUTED_KINDS))
+    kinds = (*REPLACING_KINDS, *ROUTED_KINDS, ProjectionKind.WHOLE_LINEAR)
+    return bank.changes(slots, kinds)
 
 
 def _routed_groups(bank: AdapterBank, slots: npt.NDArray[np.int64]) -> list[TokenGroup]:

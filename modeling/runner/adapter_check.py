@@ -75,6 +75,7 @@ class AdapterVerdict:
     num_labels: of the classification head that it brings; 0: it brings none.
     num_tokens: rows of tokens that it sets, of embedding and head together.
     num_norms: norms of which it brings weight or bias.
+    num_whole: whole linear maps that it brings.
     kind: what its config says that it is; "" where that cannot be read.
     unread: fields of its config that no release of PEFT reads.
     cost: None for an adapter that is refused.
@@ -86,6 +87,7 @@ class AdapterVerdict:
     num_labels: int = 0
     num_tokens: int = 0
     num_norms: int = 0
+    num_whole: int = 0
     kind: str = field(default="", compare=False)
     unread: tuple[str, ...] = field(default=(), compare=False)
     cost: AdapterCost | None = field(default=None, compare=False)
@@ -110,7 +112,8 @@ def adaptable(
     model = build_model(architecture, weights)
     if config.adapters.adapts_vocabulary:
         model.adapt_vocabulary(whole_ends=config.adapters.vocabulary_copies > 0)
-    return tuple(_with_base(p, base) for p in with_other_models(model, architecture))
+    found = with_other_models(model, architecture, config.adapters.whole_linears)
+    return tuple(_with_base(p, base) for p in found)
 
 
 def _with_base(projection: Projection, base: Mapping[str, BaseRows]) -> Projection:
@@ -157,7 +160,12 @@ def judge(
         head = adapter.score
         rows = {at: len(each.ids) for each in adapter.tokens for at in each.positions}
         norms = adapter.norms
-        others = {*rows, norms.position, *(() if head is None else [head.position])}
+        others = {
+            *rows,
+            norms.position,
+            *adapter.whole.positions,
+            *(() if head is None else [head.position]),
+        }
         ranks = [rank for position, rank in adapter.ranks.items() if position not in others]
         for done, _ in enumerate(adapter.read(), start=1):
             progress(done, len(ranks) + len(rows))
@@ -171,6 +179,7 @@ def judge(
         rank=max(ranks, default=0),
         num_labels=0 if head is None else head.num_labels,
         num_tokens=sum(rows.values()),
+        num_whole=len(adapter.whole.modules),
         num_norms=len({vector.modules for vector in norms.vectors.values()}),
         kind=_kind(folder),
         unread=adapter.plan.unread,

@@ -9,7 +9,7 @@ from torch import nn
 
 from configs.adapters import AdaptersConfig
 from configs.engine import EngineConfig
-from modeling.adapters.bank import AdapterBank, copy_bytes, page_bytes
+from modeling.adapters.bank import AdapterBank, copy_bytes, linear_bytes, page_bytes
 from modeling.adapters.kernels.select import select_kernel
 from modeling.adapters.linear import base_linears
 from modeling.adapters.norms import AdaptedNorms
@@ -28,6 +28,7 @@ from modeling.runner.loading import load_model, total_tokens
 from modeling.runner.memory import (
     adapter_pages,
     bank_size,
+    check_linears,
     cpu_blocks,
     cuda_blocks,
     device_memory,
@@ -68,6 +69,7 @@ def load_paged(config: EngineConfig, group: TensorParallel, device: torch.device
         own, of_experts = _page_bytes(config.adapters, model)
         experts = expert_pages(config.adapters, of_experts, memory)
         pages = adapter_pages(config.adapters, own, memory, experts * of_experts)
+        check_linears(linear_bytes(model.projections, model.dtype), memory)
         whole = copy_bytes(model.projections, model.dtype)
         copies = vocabulary_copies(config.adapters, whole, memory)
         size = bank_size(config.adapters, pages, copies, experts)

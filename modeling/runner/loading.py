@@ -19,6 +19,7 @@ from modeling.adapters.linear import biased_projections
 from modeling.adapters.norms import norm_projection
 from modeling.adapters.peft_score import score_projection
 from modeling.adapters.projection import ROUTED_KINDS, Projection, ProjectionKind
+from modeling.adapters.whole_linears import whole_projections
 from modeling.attention.kv_cache import FP8, CacheScales
 from modeling.attention.scales import stored_scales
 from modeling.models.base import PagedModel
@@ -99,7 +100,8 @@ def load_model(config: EngineConfig, group: TensorParallel, device: torch.device
     if config.adapters.enabled and config.adapters.adapts_vocabulary:
         model.adapt_vocabulary(whole_ends=config.adapters.vocabulary_copies > 0)
     if config.adapters.enabled:
-        model.projections = with_other_models(model, architecture)
+        whole = config.adapters.whole_linears
+        model.projections = with_other_models(model, architecture, whole)
     # A tied head shares its tensor with the embedding; parameters() yields it once.
     resident = sum(p.nbytes for p in cast(nn.Module, model).parameters())
     seconds = time.monotonic() - started
@@ -145,12 +147,16 @@ def check_device(stored: Quantisation | None, device: torch.device) -> None:
         )
 
 
-def with_other_models(model: PagedModel, architecture: ModelArchitecture) -> tuple[Projection, ...]:
+def with_other_models(
+    model: PagedModel, architecture: ModelArchitecture, whole_linears: Mapping[str, int]
+) -> tuple[Projection, ...]:
     """Return a model's projections with what adapters of other models over its decoder have.
 
     Any may replace tokens' rows. Those that classify bring a head; those of a model without any
     head (FEATURE_EXTRACTION) name its modules without the decoder's own name, those of a larger
     model with more.
+
+    whole_linears: how many adapters may bring a whole linear map, by its name.
     """
     named, biased = [], biased_projections(cast(nn.Module, model))
     for index, each in enumerate((*model.projections, *model.token_projections())):
@@ -161,12 +167,14 @@ def with_other_models(model: PagedModel, architecture: ModelArchitecture) -> tup
             others += (each.module.partition(".")[2],)
         aliases = (*each.aliases, *others)
         named.append(replace(each, aliases=aliases, has_bias=each.has_bias or index in biased))
+    whole = whole_projections(model.projections, whole_linears)
     norms = norm_projection(model.norms(), model.width)
+    named += [*whole, score_projection(model.width)]
     if norms is None:
-        return (*named, score_projection(model.width))
+        return tuple(named)
     vectors = (replace(v, names=_all_names(v.names[0], architecture)) for v in norms.vectors)
     norms = replace(norms, vectors=tuple(vectors))
-    return (*named, score_projection(model.width), norms)
+    return (*named, norms)
 
 
 def _all_names(name: str, architecture: ModelArchitecture) -> tuple[str, ...]:

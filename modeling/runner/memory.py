@@ -126,6 +126,15 @@ def vocabulary_copies(config: AdaptersConfig, copy_bytes: int, memory: DeviceMem
     return wanted
 
 
+def check_linears(num_bytes: int, memory: DeviceMemory | None) -> None:
+    """ValueError if the pools of whole linear maps do not fit; memory: None on a CPU."""
+    if memory is not None and num_bytes > memory.free:
+        raise ValueError(
+            f"adapters.whole_linears takes {num_bytes} bytes on this rank, {memory.free} are free: "
+            "name fewer maps or lower their numbers, or use more ranks"
+        )
+
+
 def cpu_blocks(size: BatchSize, block_bytes: int) -> int:
     """Blocks for every batch slot at full length, up to the default budget; for one at least."""
     wanted = size.max_running * size.max_blocks

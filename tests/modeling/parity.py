@@ -235,6 +235,21 @@ def _norms(targets: tuple[str, ...], *entries: str, **extra: Any) -> dict[str, A
     }
 
 
+def _whole(targets: tuple[str, ...], *entries: str, **extra: Any) -> dict[str, AdapterRecipe]:
+    """Adapters that bring whole linear maps, and a plain one.
+
+    whole: all entries of modules_to_save. one: the first, in one layer, beside DoRA.
+    """
+    plain = AdapterRecipe(target_modules=targets, seed=101, extra=extra)
+    saved = {**extra, "modules_to_save": [*entries]}
+    alone = {**extra, "modules_to_save": [entries[0]], "use_dora": True}
+    return {
+        "plain": plain,
+        "whole": replace(plain, seed=102, extra=saved),
+        "one": replace(plain, seed=103, extra=alone),
+    }
+
+
 @dataclass(frozen=True)
 class Family:
     """One kind of model: how to write a tiny one of a variant, and an adapter for it."""
@@ -314,6 +329,15 @@ FAMILIES: dict[str, Family] = {
             ),
         },
     ),
+    "llama_whole": Family(
+        write_llama, _whole(("q_proj",), "layers.1.self_attn.k_proj", "o_proj", "down_proj")
+    ),
+    "gpt2_whole": Family(
+        write_gpt2, _whole(("c_fc",), "h.1.mlp.c_proj", "c_attn", fan_in_fan_out=True)
+    ),
+    "generic_whole": Family(
+        write_generic, _whole(("q_proj",), "layers.1.mlp.gate_proj", "v_proj", "down_proj")
+    ),
     "longlora": Family(
         write_generic,
         {
@@ -352,7 +376,7 @@ class Setting:
     the first request is preempted, each other one token later; None for never. lengths: of the
     prompts, in tokens, under the real scheduler, its prefix cache and all; (): hand-made batches of
     other lengths. lost_at: after how many turns of that the ranks are lost and rebuilt. blocks: of
-    the cache; None: more than are needed.
+    the cache; None: more than are needed. linears: of which adapters may bring whole maps.
     """
 
     family: str
@@ -366,6 +390,7 @@ class Setting:
     lengths: Sequence[int] = ()
     lost_at: int | None = None
     blocks: int | None = None
+    linears: Sequence[str] = ()
 
 
 @dataclass
@@ -490,8 +515,7 @@ def compare(
         for i, (folder, (prompt, _)) in enumerate(zip(folders, told, strict=True))
     ]
     config = engine_config(model)
-    ends = {"vocabulary": setting.vocabulary, "vocabulary_copies": setting.copies}
-    opened = config.adapters.model_copy(update=ends)
+    opened = config.adapters.model_copy(update=_opened(setting))
     config = config.model_copy(update={"adapters": opened})
     if setting.blocks is not None:
         cache = config.cache.model_copy(update={"num_blocks": setting.blocks})
@@ -499,6 +523,15 @@ def compare(
     answer = partial(answers_scheduled, setting) if setting.lengths else answers_by_hand
     results = (run or world.run)(setting.ranks, partial(answer, config, adapters, requests))
     judge(seen, results, [truth for _, truth in told])
+
+
+def _opened(setting: Setting) -> dict[str, Any]:
+    """What adapters of the setting may change, as the server's config says it."""
+    return {
+        "vocabulary": setting.vocabulary,
+        "vocabulary_copies": setting.copies,
+        "whole_linears": dict.fromkeys(setting.linears, 5),
+    }
 
 
 def answers_by_hand(

@@ -88,7 +88,10 @@ REFUSED: dict[str, dict[str, Any]] = {
     "init_lora_weights='pissa'": {"init_lora_weights": "pissa"},
     "init_lora_weights='pissa_niter_4'": {"init_lora_weights": "pissa_niter_4"},
     "init_lora_weights='olora'": {"init_lora_weights": "olora"},
-    "modules_to_save=.*up_proj": {"modules_to_save": ["up_proj"], "target_modules": ["q_proj"]},
+    "modules_to_save names .*up_proj": {
+        "modules_to_save": ["up_proj"],
+        "target_modules": ["q_proj"],
+    },
     "modules_to_save=.*lm_head": {"modules_to_save": ["lm_head"]},
     "kasa_config": {"kasa_config": lora.KasaConfig()},
     "monteclora_config": {"monteclora_config": lora.MontecloraConfig()},

@@ -11,6 +11,7 @@ from modeling.runner.memory import (
     CPU_POOL_BYTES,
     DeviceMemory,
     adapter_pages,
+    check_linears,
     cpu_blocks,
     cuda_blocks,
     vocabulary_copies,
@@ -80,3 +81,6 @@ def test_whole_embeddings_and_heads_must_fit() -> None:
         ValueError, match=r"vocabulary_copies \(3\) takes 300 bytes .* 299 are free"
     ):
         vocabulary_copies(config, 100, DeviceMemory(total=1000, free=299))
+    check_linears(300, DeviceMemory(total=1000, free=300))
+    with pytest.raises(ValueError, match=r"whole_linears takes 300 bytes .* 299 are free"):
+        check_linears(300, DeviceMemory(total=1000, free=299))

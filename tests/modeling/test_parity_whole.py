@@ -1,0 +1,113 @@
+"""Whole linear maps that adapters bring (modules_to_save): PEFT's answers, beside others."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from configs.wire.adapters import AdapterError
+from modeling.adapters import whole_linears
+from modeling.adapters.bank import DeviceAdapter
+from modeling.adapters.peft import open_adapter
+from modeling.adapters.token_rows import groups_of
+from modeling.runner.adapter_check import adaptable
+from tests.checkpoints import AdapterRecipe, write_adapter
+from tests.modeling.parity import BASE, Setting, World, compare, engine_config, expect_mismatch
+
+NAMES = {
+    ("llama_whole", "gqa"): ("k_proj", "o_proj", "down_proj"),
+    ("gpt2_whole", "plain"): ("mlp.c_proj", "c_attn"),
+    ("generic_whole", "qwen3"): ("gate_proj", "v_proj", "down_proj"),
+}
+FILE = "adapter_model.safetensors"
+WEIGHT = "base_model.model.model.layers.0.self_attn.o_proj.weight"
+
+
+def setting(family: str, ranks: int, *names: str, **more: Any) -> Setting:
+    (variant,) = (variant for known, variant in NAMES if known == family)
+    return Setting(family, variant, ranks, names, linears=NAMES[family, variant], **more)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("family", [family for family, _ in NAMES])
+def test_together(world: World, family: str, ranks: int) -> None:
+    """Prompts in chunks beside rows that decode; each request is preempted once."""
+    compare(world, setting(family, ranks, "whole", BASE, "one", "plain", rejoins_at=3))
+
+
+def test_under_the_scheduler(world: World) -> None:
+    """With prefix hits, and after a loss of the ranks."""
+    asked = setting("llama_whole", 2, "whole", BASE, "whole", "one", lost_at=14)
+    compare(world, dataclasses.replace(asked, lengths=[35, 35, 35, 20]))
+
+
+@pytest.mark.parametrize("fault", ["left out", "for all", "of the first layer", "no bias"])
+def test_a_map_that_is_wrong(world: World, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    if fault == "left out":
+        monkeypatch.setattr(whole_linears.WholeLinears, "replace", lambda *args: None)
+    elif fault == "for all":
+
+        def for_all(*args: Any) -> Any:
+            return [type(group)(slice(None), group.adapter) for group in groups_of(*args)]
+
+        monkeypatch.setattr(whole_linears, "groups_of", for_all)
+    elif fault == "of the first layer":
+        matrix = DeviceAdapter.matrix
+        monkeypatch.setattr(
+            DeviceAdapter, "matrix", lambda *args: (found := matrix(*args)).roll(len(found) // 2, 0)
+        )
+    else:
+        replace: Any = whole_linears.WholeLinears.replace
+        monkeypatch.setattr(
+            whole_linears.WholeLinears, "replace", lambda *args: replace(*args[:-1], None)
+        )
+    expect_mismatch(world, setting("gpt2_whole", 1, "whole", BASE))
+
+
+SAID = {
+    "not opened": r"start it with adapters.whole_linears {o_proj: 1}",
+    "shape": r"o_proj.weight has shape \[31, 32\], this model needs \[32, 32\]",
+    "missing": f"modules_to_save requires {WEIGHT}, of which the file holds 0",
+    "a parent": "'self_attn' is no norm and no linear map",
+    "twice": "o_proj is adapted twice",
+}
+
+
+@pytest.mark.parametrize("fault", SAID)
+def test_what_is_refused(world: World, tmp_path: Path, fault: str) -> None:
+    model = world.model("llama_whole", "gqa")
+    recipe = AdapterRecipe(target_modules=("q_proj",), extra={"modules_to_save": ["o_proj"]})
+    folder = write_adapter(tmp_path / "it", model, recipe)
+    tensors = load_file(folder / FILE)
+    if fault == "shape":
+        tensors[WEIGHT] = tensors[WEIGHT][:-1].clone()
+    elif fault == "missing":
+        del tensors[WEIGHT]
+    elif fault == "twice":
+        for side in "AB":
+            key = f"base_model.model.model.layers.0.self_attn.q_proj.lora_{side}.weight"
+            tensors[key.replace("q_proj", "o_proj")] = tensors[key].clone()
+    save_file(tensors, folder / FILE)
+    if fault in ("a parent", "twice"):
+        file, old = folder / "adapter_config.json", "self_attn" if fault == "a parent" else "o_proj"
+        text = file.read_text().replace('"o_proj"', f'"{old}"')
+        file.write_text(
+            text if fault == "a parent" else text.replace('"q_proj"', '"q_proj", "o_proj"')
+        )
+    config = engine_config(model)
+    opened = {} if fault == "not opened" else {"o_proj": 1}
+    adapters = config.adapters.model_copy(update={"whole_linears": opened})
+    projections = adaptable(config.model_copy(update={"adapters": adapters}))
+    with pytest.raises(AdapterError, match=SAID[fault]):
+        open_adapter(folder, projections, 64)
+
+
+def test_names_that_no_map_has(world: World) -> None:
+    config = engine_config(world.model("llama_whole", "gqa"))
+    adapters = config.adapters.model_copy(update={"whole_linears": {"router": 1}})
+    with pytest.raises(
+        ValueError, match=r"whole_linears names router; .* are down_proj, gate_proj"
+    ):
+        adaptable(config.model_copy(update={"adapters": adapters}))
