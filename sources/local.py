@@ -24,8 +24,13 @@ class LocalSource:
 
     def __init__(self, roots: tuple[str, ...], max_bytes: int) -> None:
         """Relative roots are looked up in the working directory, then beside the package."""
-        self._roots = [_find_root(root) for root in roots]
+        self._given = [_find_root(root) for root in roots]
         self._max_bytes = max_bytes
+
+    @property
+    def _roots(self) -> list[Path]:
+        """The roots without links. Tools that copy folders to a node move a link to the new one."""
+        return [root.resolve() for root in self._given]
 
     def resolve(self, reference: AdapterReference) -> FoundAdapter:
         """Return the folder that the reference names, after a check of its size.
@@ -91,7 +96,7 @@ def origin_of(folder: Path, files: Fingerprint) -> str:
 def _find_root(root: str) -> Path:
     for folder in (Path(root), PACKAGE_ROOT / root):
         if folder.is_dir():
-            return folder.resolve()
+            return folder.absolute()
     raise ValueError(
         f"adapters.local_roots: {root!r} is not a folder; give an existing folder or remove it"
     )

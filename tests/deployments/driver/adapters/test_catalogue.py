@@ -124,6 +124,33 @@ def test_a_folders_adapters_come_change_and_go(root: Path) -> None:
     follow(root, story)
 
 
+def test_a_folder_may_be_a_link_that_moves(root: Path) -> None:
+    """As git-sync and ConfigMaps publish folders: a link to the new one replaces the old link."""
+
+    async def story(catalogue: Catalogue) -> None:
+        def publish(version: str, *names: str) -> None:
+            catalogue.folder = root / version
+            catalogue.folder.mkdir()
+            for name in names:
+                catalogue.adapter(name, version)
+            (root / "new").symlink_to(version)
+            (root / "new").rename(catalogue.at)
+
+        catalogue.at.rmdir()
+        publish("1", "sql", "poet")
+        await catalogue.look()
+        first = await catalogue.answer("sql")
+        publish("2", "sql", "bard")
+        shutil.rmtree(root / "1")
+        await catalogue.look()
+        assert await catalogue.names() >= {"sql", "bard"}
+        assert await catalogue.answer("sql") == catalogue.wanted("sql") != first
+        assert await catalogue.answer("bard") == catalogue.wanted("bard")
+        assert await catalogue.answer("poet") is ErrorKind.ADAPTER_NOT_FOUND
+
+    follow(root, story)
+
+
 def test_a_file_gives_names_pins_and_shares_beside_the_operators(root: Path) -> None:
     async def story(catalogue: Catalogue) -> None:
         await catalogue.engine.reconfigure(RuntimeConfig(names={"mine": "local:blue"}))
