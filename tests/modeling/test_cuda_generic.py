@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from configs.engine import CudaGraphs, Device
+from configs.engine import AttentionKind, CudaGraphs, Device
 from configs.model import DType, ModelConfig
 from configs.wire.sampling import Sampling
 from modeling.models.generic import experts
@@ -51,7 +51,11 @@ def run(
     folders: list[Path | None] = [world.adapter(family, variant, name) for name in names]
     told = [prompt_truth(model, folder, 9 + 6 * i) for i, folder in enumerate(folders)]
     settings = ModelConfig(id=str(model), dtype=dtype)
-    config = engine_config(model, model=settings, device=Device.CUDA, cuda_graphs=graphs)
+    # FlashInfer compiles a kernel for each family, which says nothing of experts.
+    kind = AttentionKind.AUTO if names is NAMES else AttentionKind.TRITON
+    config = engine_config(
+        model, model=settings, device=Device.CUDA, cuda_graphs=graphs, attention=kind
+    )
     runner = load_paged(config, SingleRank(), pick_device(Device.CUDA)).allocate()
     is_captured = graphs is not CudaGraphs.NONE and runner._forward.model.capturable
     assert bool(runner.report.captured_rows) == is_captured

@@ -7,7 +7,7 @@ all others call transformers' own code. A module of another form takes no adapte
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -32,6 +32,7 @@ from modeling.adapters.projection import (
     ProjectionKind,
 )
 from modeling.models.generic.cuts import CutPlan
+from modeling.models.generic.fused_experts import fused_experts, fused_router
 from modeling.models.generic.linears import NUMBER
 from modeling.models.generic.names import SourceNames
 from modeling.models.generic.step import CurrentStep
@@ -62,30 +63,60 @@ class Target:
     offset: int
 
 
-def add_experts(
-    causal: PreTrainedModel, plan: CutPlan, step: CurrentStep, taken: int
-) -> tuple[Projection, ...]:
-    """Let adapters change experts and routers; returns what they change.
+@dataclass(frozen=True)
+class RoutedModule:
+    """The experts or the router of one layer.
 
-    taken: the model's other projections. To be called while parameters have their whole shapes.
+    layer: its index among those that have it. targets: what adapters change, by product; of a
+    router one, by "router".
     """
-    kinds: dict[str, list[tuple[str, Any]]] = defaultdict(list)
-    for path, module in causal.named_modules():
-        if plan.covers(path) and _is_known(module):
-            kinds[_template(path)].append((path, module))
-    made: list[Projection] = []
-    for template, members in kinds.items():
-        found = _projections(causal, plan, template, members)
-        first = taken + len(made)
-        for index, (_, module) in enumerate(members):
-            _adapt(module, step, found, first, index)
-        made += found
-    for template, members in _routers(causal, kinds).items():
-        made.append(_router(causal, template, members))
-        for index, (_, module) in enumerate(members):
-            at = ModulePosition(taken + len(made) - 1, index)
-            module.forward = partial(_route_adapted, step, module.forward, at)
-    return tuple(made)
+
+    module: Any
+    layer: int
+    targets: Mapping[str, Sequence[Target]]
+
+
+class RoutedLayers:
+    """A model's experts and routers.
+
+    projections: what adapters change of them; none where they are not adapted.
+    """
+
+    def __init__(
+        self, causal: PreTrainedModel, plan: CutPlan, taken: int, is_adapted: bool
+    ) -> None:
+        """Find them, while parameters have their whole shapes; taken: the other projections."""
+        kinds: dict[str, list[tuple[str, Any]]] = defaultdict(list)
+        for path, module in causal.named_modules():
+            if plan.covers(path) and _is_known(module):
+                kinds[_template(path)].append((path, module))
+        made: list[Projection] = []
+        self._experts: list[RoutedModule] = []
+        self._routers: list[RoutedModule] = []
+        for template, members in kinds.items():
+            maps = _projections(causal, plan, template, members) if is_adapted else []
+            targets = _targets(maps, taken + len(made))
+            made += maps
+            self._experts += [RoutedModule(m, i, targets) for i, (_, m) in enumerate(members)]
+        for template, members in _routers(causal, kinds).items():
+            targets = {"router": [Target(taken + len(made), 0)]}
+            made += [_router(causal, template, members)] if is_adapted else []
+            self._routers += [RoutedModule(m, i, targets) for i, (_, m) in enumerate(members)]
+        self.projections: tuple[Projection, ...] = tuple(made)
+
+    def install(self, step: CurrentStep) -> None:
+        """Let them be computed with the step's adapters, and by our kernels where those fit.
+
+        To be called when the weights were read.
+        """
+        counts: dict[int, Tensor] = {}
+        for each in self._experts:
+            module = each.module
+            plain = fused_experts(module, counts) or module.forward
+            module.forward = partial(_experts_adapted, each, step, plain)
+        for each in self._routers:
+            plain = fused_router(each.module) or each.module.forward
+            each.module.forward = partial(_route_adapted, each, step, plain)
 
 
 def _numbers(members: Sequence[tuple[str, Any]]) -> tuple[int, ...]:
@@ -202,32 +233,27 @@ def _template_of(name: str) -> str:
     return f"{_template(layer)}{{expert}}{rest}"
 
 
-def _adapt(
-    module: Any, step: CurrentStep, maps: Sequence[Projection], first: int, index: int
-) -> None:
-    """Let a layer's experts be computed with adapters; first: the first map's projection."""
-    targets: dict[str, list[Target]] = defaultdict(list)
+def _targets(maps: Sequence[Projection], first: int) -> dict[str, list[Target]]:
+    """Which maps are computed by which product; first: the first map's projection."""
+    targets: dict[str, list[Target]] = {"up": [], "down": []}
     for number, each in enumerate(maps):
         assert each.experts is not None
         own = targets["down" if each.experts.parameter == "down_proj" else "up"]
         offset = sum(maps[target.projection - first].local_outputs for target in own)
         own.append(Target(first + number, offset))
-    layer = index * module.num_experts
-    module.forward = partial(_experts_adapted, module, step, module.forward, dict(targets), layer)
+    return targets
 
 
 def _experts_adapted(
-    module: Any,
+    layer: RoutedModule,
     step: CurrentStep,
     plain: Callable[..., Tensor],
-    targets: dict[str, list[Target]],
-    first: int,
     hidden_states: Tensor,
     top_k_index: Tensor,
     top_k_weights: Tensor,
 ) -> Tensor:
     """[tokens, hidden] to the same shape; top_k_index, top_k_weights: [tokens, experts of one]."""
-    groups = step.routed
+    module, groups = layer.module, step.routed
     if not groups and is_aligned(module.down_proj):
         return plain(hidden_states, top_k_index, top_k_weights)
     pairs = RoutedPairs.of(top_k_index.flatten(), module.num_experts)
@@ -240,7 +266,8 @@ def _experts_adapted(
         if module.has_bias:
             y += getattr(module, f"{parameter}_bias")[top_k_index.flatten()[pairs.rows]]
         for adapter in adapters:
-            for target in targets[which]:
+            for target in layer.targets[which]:
+                first = layer.layer * module.num_experts
                 adapter.add(y, x, target.projection, first, target.offset)
         return y
 
@@ -325,10 +352,11 @@ class _WithDeltas(TorchFunctionMode):
 
 
 def _route_adapted(
-    step: CurrentStep, plain: Callable[..., Any], at: ModulePosition, *args: Any, **options: Any
+    layer: RoutedModule, step: CurrentStep, plain: Callable[..., Any], *args: Any, **options: Any
 ) -> Any:
     """Call a router, with the step's deltas in its logits."""
     if not step.routed:
         return plain(*args, **options)
-    with _WithDeltas(step, at):
-        return plain(*args, **options)
+    (target,) = layer.targets["router"]
+    with _WithDeltas(step, ModulePosition(target.projection, layer.layer)):
+        return type(layer.module).forward(layer.module, *args, **options)

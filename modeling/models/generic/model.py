@@ -77,10 +77,11 @@ class GenericForCausalLM(nn.Module):
         self.projections: tuple[Projection, ...] = replace_linears(
             self.causal, plan, weights, self._step
         )
-        if self.device.type != "cuda" or experts.ON_GPUS:
-            routed = experts.add_experts(self.causal, plan, self._step, len(self.projections))
-            self.projections = (*self.projections, *routed)
+        is_adapted = self.device.type != "cuda" or experts.ON_GPUS
+        routed = experts.RoutedLayers(self.causal, plan, len(self.projections), is_adapted)
+        self.projections = (*self.projections, *routed.projections)
         read_rest(self.causal, plan, weights)
+        routed.install(self._step)
         stacked = [each for each in self.causal.parameters() if each.dim() == 3]
         # torch's product of groups reads their sizes on the host, but for half precision.
         is_half = weights.dtype is not torch.float32
