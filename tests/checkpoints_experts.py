@@ -22,7 +22,7 @@ def _bare(*names: str, r: int, seed: int, **fields: Any) -> AdapterRecipe:
 
 
 EXPERT_ADAPTERS: dict[str, AdapterRecipe] = {
-    "attention": AdapterRecipe(r=8, alpha=16.0, seed=12, std=0.1, target_modules=ATTENTION),
+    "r8": AdapterRecipe(r=8, alpha=16.0, seed=12, std=0.1, target_modules=ATTENTION),
     "parameters": _bare(*EXPERTS, r=4, seed=91),
     "down": _bare(EXPERTS[1], r=9, seed=92, target_modules=("o_proj",)),
     "ranks": _bare(
@@ -33,7 +33,7 @@ EXPERT_ADAPTERS: dict[str, AdapterRecipe] = {
     "shared": _bare(*SHARED, r=4, seed=95),
     "everything": _bare(*EXPERTS, *ROUTERS, *SHARED, r=8, seed=96, target_modules=ATTENTION),
 }  # fmt: skip
-"""parameters, down, ranks: of the tensors of all experts, both or one."""
+"""r8: of none of them. parameters, down, ranks: of the tensors of all experts, both or one."""
 
 
 def _targets(old: bool) -> tuple[str, ...]:

@@ -131,17 +131,6 @@ GENERIC_ADAPTERS = {
 MIXTURES = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "glm4_moe", "granitemoe")
 """Types whose feed-forward is a mixture of experts."""
 
-MIXTURE_ADAPTERS = {
-    "r8": AdapterRecipe(
-        r=8, alpha=16.0, seed=12, std=0.1,
-        target_modules=(
-            "q_proj", "k_proj", "v_proj", "o_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa",
-            "kv_b_proj",
-        ),
-    ),
-}  # fmt: skip
-"""Their experts take no adapters."""
-
 GENERIC_ENDS = {
     "everything": AdapterRecipe(
         r=4, target_modules=(*COLUMNS, *ROWS, "embed_tokens", "lm_head"), seed=23, std=0.05,

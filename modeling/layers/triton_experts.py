@@ -103,7 +103,8 @@ def _down(
         rows = inner + pair[None, :] * INPUTS + k[:, None]
         acc = tl.zeros([BLOCK_N, ROWS], dtype=tl.float32)
         for k0 in range(0, INPUTS, BLOCK_K):
-            acc = tl.dot(tl.load(tiles + k0), tl.load(rows + k0, mask=live[None, :], other=0.0), acc)
+            inner_tile = tl.load(rows + k0, mask=live[None, :], other=0.0)
+            acc = tl.dot(tl.load(tiles + k0), inner_tile, acc)
         acc *= tl.load(shares + pair, mask=live, other=0.0).to(tl.float32)[None, :]
         tl.store(
             out + pair[None, :] * WIDTH + n[:, None], acc.to(out.dtype.element_ty),

@@ -32,7 +32,6 @@ from tests.checkpoints_experts import EXPERT_ADAPTERS, converted
 from tests.checkpoints_generic import (
     GENERIC_ADAPTERS,
     GENERIC_ENDS,
-    MIXTURE_ADAPTERS,
     write_generic,
 )
 from tests.checkpoints_others import (
@@ -267,8 +266,7 @@ FAMILIES: dict[str, Family] = {
     "vocabulary": Family(write_llama, VOCABULARY_ADAPTERS),
     "vocabulary_relative": Family(write_relative, VOCABULARY_ADAPTERS),
     "generic": Family(write_generic, GENERIC_ADAPTERS),
-    "mixture": Family(write_generic, MIXTURE_ADAPTERS),
-    "experts": Family(write_generic, EXPERT_ADAPTERS),
+    "mixture": Family(write_generic, EXPERT_ADAPTERS),
     "converted": Family(write_generic, converted("qwen3_moe")),
     "converted_mixtral": Family(write_generic, converted("mixtral")),
     "stack": Family(write_stack, STACK_ADAPTERS),

@@ -1,27 +1,171 @@
 """Adapters of routed experts, routers and shared experts against transformers + PEFT."""
 
-import pytest
+from typing import Any
 
-from tests.modeling.parity import BASE, Setting, World, compare
+import pytest
+import torch
+from torch import Tensor
+
+from modeling.adapters import experts as products
+from modeling.adapters import peft_experts
+from modeling.adapters.experts import RoutedAdapter
+from modeling.adapters.peft_experts import ExpertParameter
+from modeling.models.generic import experts
+from sharding.tensor_file import TensorFile
+from tests.checkpoints_generic import MIXTURES
+from tests.modeling.parity import BASE, Setting, World, compare, expect_mismatch
 
 # PEFT looks for patterns of parameters among modules, and warns that it found none.
 pytestmark = pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")
 
-FAMILIES = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "deepseek_v3", "glm4_moe", "gpt_oss")
-NAMES = [BASE, "attention", "parameters", "down", "ranks", "router", "everything"]
+NAMES = [BASE, "parameters", "everything"]
+MORE = {"qwen3_moe": ["r8", "router", "down", "ranks"], "deepseek_v3": ["r8", "shared"]}
+QWEN3 = Setting("mixture", "qwen3_moe", 1, ["parameters", BASE, "ranks"])
+QWEN3_CUT = Setting("mixture", "qwen3_moe", 2, ["parameters", BASE])
+ROUTER = Setting("mixture", "qwen3_moe", 1, ["router"])
+JOINED = Setting("converted", "qwen3_moe", 1, ["joined"])
+MODULES = Setting("converted", "qwen3_moe", 1, ["modules"])
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("variant", FAMILIES)
+@pytest.mark.parametrize("variant", [*MIXTURES, "olmoe", "qwen2_moe"])
 def test_experts(world: World, variant: str, ranks: int) -> None:
-    """Base and adapters in one batch."""
-    shared = ["shared"] if variant in ("qwen2_moe", "deepseek_v3", "glm4_moe") else []
-    compare(world, Setting("experts", variant, ranks, [*NAMES, *shared]))
+    """Base and adapters in one batch; everything: attention, experts, shared ones and router."""
+    compare(world, Setting("mixture", variant, ranks, [*NAMES, *MORE.get(variant, [])]))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("variant", ["qwen3_moe", "mixtral", "olmoe", "deepseek_v3"])
+@pytest.mark.parametrize("variant", ["qwen3_moe", "mixtral"])
 def test_what_peft_converts(world: World, variant: str, ranks: int) -> None:
     """Modules of single experts, as they are and as PEFT saves them again."""
     family = "converted_mixtral" if variant == "mixtral" else "converted"
     compare(world, Setting(family, variant, ranks, [BASE, "trained", "modules", "joined"]))
+
+
+def test_scheduled(world: World) -> None:
+    """With prefix hits, and after a loss of the ranks."""
+    names, lengths = ["everything", BASE, "everything"], (35, 35, 35)
+    compare(world, Setting("mixture", "deepseek_v3", 2, names, lengths=lengths, lost_at=9))
+
+
+Patch = pytest.MonkeyPatch
+
+
+def test_columns_of_b_by_expert(world: World, monkeypatch: Patch) -> None:
+    def read(self: ExpertParameter, file: TensorFile) -> tuple[Tensor, Tensor]:
+        a, b = (file.get_tensor(name) for name in self.names)
+        own = b.view(len(b), self.count, self.rank).permute(1, 0, 2)
+        return a.view(self.count, self.rank, -1), own
+
+    monkeypatch.setattr(ExpertParameter, "read", read)
+    expect_mismatch(world, QWEN3)
+
+
+def test_rows_of_a_by_rank(world: World, monkeypatch: Patch) -> None:
+    def read(self: ExpertParameter, file: TensorFile) -> tuple[Tensor, Tensor]:
+        a, b = (file.get_tensor(name) for name in self.names)
+        own = a.view(self.rank, self.count, -1).transpose(0, 1)
+        return own, b.view(len(b), self.rank, self.count).permute(2, 0, 1)
+
+    monkeypatch.setattr(ExpertParameter, "read", read)
+    expect_mismatch(world, QWEN3)
+
+
+def test_halves_of_the_rank_exchanged(world: World, monkeypatch: Patch) -> None:
+    real = peft_experts.ExpertMap
+
+    def exchanged(projection: int, layer: int, rows: slice, ranks: slice) -> Any:
+        size = ranks.stop - ranks.start
+        is_part = size == 4 and rows.stop - rows.start == 24
+        return real(projection, layer, rows, slice(4 - ranks.start, 8 - ranks.start) if is_part
+                    else ranks)  # fmt: skip
+
+    monkeypatch.setattr(peft_experts, "ExpertMap", exchanged)
+    expect_mismatch(world, JOINED)
+
+
+def test_rows_of_up_are_those_of_gate(world: World, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(peft_experts, "_rows", lambda each: slice(0, each.out_features))
+    expect_mismatch(world, QWEN3)
+
+
+def test_scaling_of_modules_ignored(world: World, monkeypatch: Patch) -> None:
+    real = peft_experts.ExpertModules
+
+    def unscaled(modules: Any, scalings: Any) -> Any:
+        return real(modules, dict.fromkeys(scalings, 1.0))
+
+    monkeypatch.setattr(peft_experts, "ExpertModules", unscaled)
+    expect_mismatch(world, MODULES)
+
+
+def test_another_expert_s_factors(world: World, monkeypatch: Patch) -> None:
+    real = products.RoutedPairs.of
+
+    def of(ids: Tensor, count: int) -> products.RoutedPairs:
+        found = real(ids, count)
+        ends = found.ends.roll(1)
+        ends[0] = 0
+        ends[-1] = len(ids)
+        return products.RoutedPairs(found.rows, ends)
+
+    monkeypatch.setattr(products.RoutedPairs, "of", of)
+    expect_mismatch(world, QWEN3)
+
+
+def test_factors_of_the_first_layer_in_all(world: World, monkeypatch: Patch) -> None:
+    real = RoutedAdapter.add
+
+    def add(
+        self: RoutedAdapter, y: Tensor, x: Tensor, projection: int, first: int, offset: int
+    ) -> None:
+        real(self, y, x, projection, 0, offset)
+
+    monkeypatch.setattr(RoutedAdapter, "add", add)
+    expect_mismatch(world, QWEN3)
+
+
+def test_deltas_of_up_added_to_gate(world: World, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(experts, "Target", lambda projection, offset: _Target(projection))
+    expect_mismatch(world, QWEN3)
+
+
+class _Target:
+    offset = 0
+
+    def __init__(self, projection: int) -> None:
+        self.projection = projection
+
+
+def test_tokens_of_the_base_adapted_too(world: World, monkeypatch: Patch) -> None:
+    real = products.route
+
+    def route(groups: Any, ids: Tensor, pairs: Any) -> Any:
+        all_rows = torch.arange(len(ids))
+        return real([type(each)(all_rows, each.adapter) for each in groups[:1]], ids, pairs)
+
+    monkeypatch.setattr(experts, "route", route)
+    expect_mismatch(world, QWEN3)
+
+
+def test_every_rank_has_the_first_cut(world: World, monkeypatch: Patch) -> None:
+    real = experts._maps
+
+    def maps(*given: Any) -> Any:
+        for each in real(*given):
+            is_up = each.name != "down_proj"
+            first = tuple((0, b - a) for a, b in each.outputs) if is_up else each.outputs
+            yield experts._Map(each.name, each.parameter, each.start, each.size, each.inputs, first)
+
+    monkeypatch.setattr(experts, "_maps", maps)
+    expect_mismatch(world, QWEN3_CUT)
+
+
+def test_routers_left_as_they_are(world: World, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(experts, "add_routing", lambda y, *_: y)
+    expect_mismatch(world, ROUTER)
+
+
+def test_without_a_fault_nothing_differs(world: World) -> None:
+    for setting in (QWEN3, QWEN3_CUT, ROUTER, JOINED, MODULES):
+        compare(world, setting)

@@ -16,12 +16,6 @@ def test_together(world: World, variant: str, ranks: int) -> None:
     compare(world, Setting("generic", variant, ranks, EVERYONE))
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("variant", MIXTURES)
-def test_mixtures_of_experts(world: World, variant: str, ranks: int) -> None:
-    compare(world, Setting("mixture", variant, ranks, [BASE, "r8"]))
-
-
 @pytest.mark.parametrize("variant", ["gemma2", "olmo3", "deepseek_v3", "gpt_oss"])
 def test_scheduled(world: World, variant: str) -> None:
     """Under the real scheduler: prefix hits, and requests that are preempted and lost."""

@@ -14,6 +14,7 @@ from modeling.runner.memory import (
     check_linears,
     cpu_blocks,
     cuda_blocks,
+    expert_pages,
     vocabulary_copies,
     vocabulary_pages,
 )
@@ -56,6 +57,17 @@ def test_a_gpu_caches_with_what_is_left() -> None:
     assert cuda_blocks(ENGINE, memory, 2 * GIB, GIB) == 72 - 30 - 2
     with pytest.raises(ValueError, match=r"no memory is left.*device_memory_fraction is 0\.9"):
         cuda_blocks(ENGINE, memory, 42 * GIB, GIB)
+
+
+def test_experts_get_half_of_the_pools_memory_at_most() -> None:
+    config = AdaptersConfig(memory_fraction=0.25, max_device_adapters=10, max_rank=64)
+    memory = DeviceMemory(total=8000, free=8000)
+    assert expert_pages(config, 0, memory) == 0
+    assert expert_pages(config, 300, memory) == 3
+    assert adapter_pages(config, 10, memory, 900) == 80
+    assert adapter_pages(config, 50, memory, 900) == 22
+    assert expert_pages(config.model_copy(update={"expert_pages": 0}), 300, memory) == 0
+    assert expert_pages(config.model_copy(update={"device_pages": 2}), 300, memory) == 2
 
 
 @pytest.mark.parametrize(
