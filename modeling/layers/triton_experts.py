@@ -39,7 +39,7 @@ SUM_COLUMNS = 512
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _place(
+def _enter(
     ids: "Any", counts: "Any", table: "Any", num_tokens: "Any",
     ACTIVE: tl.constexpr, WIDTH: tl.constexpr,
 ) -> None:
@@ -161,7 +161,7 @@ def _choose(
 
 # fmt: on
 
-_PLACE, _UP, _DOWN, _SUM, _CHOOSE = map(Launcher, (_place, _up, _down, _sum, _choose))
+_ENTER, _UP, _DOWN, _SUM, _CHOOSE = map(Launcher, (_enter, _up, _down, _sum, _choose))
 
 
 def choose_experts(logits: Tensor, active: int, summed: bool) -> tuple[Tensor, Tensor]:
@@ -199,7 +199,7 @@ def experts(
     tile = {"ROWS": ROWS, "BLOCK_N": OUTPUTS}
     constants = {"ACTIVE": active, "WIDTH": pairs}
     key = (kinds, ids.dtype, aligned(ids, counts, table), *constants.values())
-    _PLACE(key, (tokens,), [ids, counts, table, tokens], constants, {"num_warps": 1})
+    _ENTER(key, (tokens,), [ids, counts, table, tokens], constants, {"num_warps": 1})
     constants = {"INPUTS": hidden, "WIDTH": width, "ACTIVE": active, **tile, "BLOCK_K": UP_INPUTS}
     key = (kinds, aligned(x, up, inner), *constants.values())
     grid = (width // OUTPUTS, count, blocks)

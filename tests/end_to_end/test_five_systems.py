@@ -20,7 +20,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from tests.checkpoints import AdapterRecipe, load_oracle, oracle_greedy, write_adapter, write_llama
-from tests.checkpoints_generic import COLUMNS, MIXTURE_ADAPTERS, ROWS, write_generic
+from tests.checkpoints_experts import EXPERT_ADAPTERS
+from tests.checkpoints_generic import COLUMNS, ROWS, write_generic
 from tests.checkpoints_others import (
     GPT2_ADAPTERS,
     GPT_NEOX_ADAPTERS,
@@ -83,7 +84,7 @@ FAMILIES: Mapping[str, System] = {
     "glm4": System(partial(write_generic, variant="glm4"), recipes((*COLUMNS, *ROWS))),
     "qwen3_moe": System(
         partial(write_generic, variant="qwen3_moe"),
-        recipes(MIXTURE_ADAPTERS["r8"].target_modules),
+        recipes(EXPERT_ADAPTERS["r8"].target_modules),
         ranks=2,
     ),
     "gemma3": System(partial(write_stack, kind="gemma3"), recipes(LANGUAGE, std=0.25)),

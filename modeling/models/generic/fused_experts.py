@@ -1,4 +1,4 @@
-"""Our kernels in the place of transformers' experts and routers, where both compute the same.
+"""Our kernels instead of transformers' experts and routers, where both compute the same.
 
 As in `fusions.py`, what a class computes is not read from its name: it is run on a few random
 numbers in float32 and compared with the formula.
@@ -20,7 +20,7 @@ TOLERANCE = 1e-5
 
 
 def fused_experts(module: Any, counts: dict[int, Tensor]) -> Callable[..., Tensor] | None:
-    """The kernels in the place of a layer's experts; None where they do not fit.
+    """The kernels instead of a layer's experts; None where they do not fit.
 
     counts: int32 zeros by the number of experts, shared by the layers.
     """
@@ -47,7 +47,7 @@ def fused_experts(module: Any, counts: dict[int, Tensor]) -> Callable[..., Tenso
 
 
 def fused_router(module: Any) -> Callable[..., tuple[Tensor, Tensor, Tensor]] | None:
-    """The kernel in the place of a router that takes the best of a softmax; None for others."""
+    """The kernel instead of a router that takes the best of a softmax; None for others."""
     kernels = _kernels(module.weight)
     if kernels is None or getattr(module, "bias", None) is not None:
         return None

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.mark.parametrize(("tokens", "active"), [(1, 2), (5, 3), (37, 2)])
 def test_experts(monkeypatch: pytest.MonkeyPatch, tokens: int, active: int) -> None:
     kernels = pytest.importorskip("modeling.layers.triton_experts")
-    for name in ("_PLACE", "_UP", "_DOWN", "_SUM", "_CHOOSE"):
+    for name in ("_ENTER", "_UP", "_DOWN", "_SUM", "_CHOOSE"):
         monkeypatch.setattr(kernels, name, Interpreted(getattr(kernels, name)._kernel))
     count, hidden, width = 6, 128, 64
     x = torch.randn(tokens, hidden, dtype=torch.float16)
