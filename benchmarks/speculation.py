@@ -13,6 +13,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import cast
@@ -104,7 +105,7 @@ def make_runner(folder: Path, options: argparse.Namespace) -> ModelRunner:
         model=ModelConfig(id=str(folder), load_format=LoadFormat.DUMMY),
         device=Device(options.device),
         attention=AttentionKind(options.attention),
-        limits=LimitsConfig(max_running=rows, max_step_tokens=2048, max_total_tokens=total),
+        limits=LimitsConfig(max_running=rows, max_step_tokens=PROMPT, max_total_tokens=total),
         cache=CacheConfig(num_blocks=rows * (total // 16 + 2), prefix_caching=False),
     )
     loading = load_paged(config, SingleRank(), pick_device(config.device))
@@ -119,14 +120,9 @@ def make_runner(folder: Path, options: argparse.Namespace) -> ModelRunner:
 def measure(options: argparse.Namespace, folder: Path) -> None:
     """Print each case's tokens a second with drafts and without: medians over turns."""
     runner = make_runner(folder, options)
-    limits = Limits(max_step_tokens=2048, max_running=max(options.rows), prefix_caching=False)
-    drafting = Limits(
-        max_step_tokens=2048,
-        max_running=max(options.rows),
-        prefix_caching=False,
-        max_draft_tokens=options.drafts,
-        max_drafting=max(options.rows),
-    )
+    most = max(options.rows)
+    limits = Limits(max_step_tokens=PROMPT, max_running=most, prefix_caching=False)
+    drafting = replace(limits, max_draft_tokens=options.drafts, max_drafting=most)
     for rows in options.rows:
         for right in options.right:
             rates: dict[str, list[float]] = {"without": [], "with": []}
