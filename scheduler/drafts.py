@@ -17,7 +17,7 @@ WINDOW = 16384
 MOST_LOOKS = 8
 """Occurrences that one search looks at, of which some may begin within a token's bytes."""
 
-FIRST_MEAN = 4.0
+FIRST_MEAN = 2.0
 """Accepted tokens that are expected of a request's first draft."""
 
 SHORTEST = 2
