@@ -59,6 +59,8 @@ def demo_config(port: int) -> dict[str, Any]:
     config: dict[str, Any] = yaml.safe_load((ROOT / "serve_config.yaml").read_text())
     config["http_options"]["port"] = port
     engine = config["applications"][0]["args"]["engine"]
+    # Guessed tokens change no answer.
+    engine["speculation"] = {"kind": "prompt_lookup"}
     # A hang must show soon; a rank that the machine keeps waiting for some seconds does not hang.
     times = {"step_timeout_s": 20.0, "recovery_timeout_s": PATIENCE_SECONDS}
     engine["recovery"] = {**times, "standby": True}

@@ -63,7 +63,7 @@ def series(monkeypatch: pytest.MonkeyPatch) -> Series:
 
 def record(adapter: str, tokens: int = 4, ok: bool = True) -> SequenceRecord:
     first, each = (0.2, 0.01) if tokens else (None, None)
-    return SequenceRecord(adapter, ok, 7, tokens, first, each)
+    return SequenceRecord(adapter, ok, 7, tokens, first, each, tokens * 2, tokens - 1)
 
 
 def view(key: int, waiting: int) -> AdapterView:
@@ -78,6 +78,8 @@ def test_requests_are_counted_by_adapter(series: Series) -> None:
     assert series["loray_adapter_prompt_tokens", ("red",)] == [7, 7, 7]
     assert series["loray_adapter_generated_tokens", ("red",)] == [4, 4]
     assert series["loray_adapter_generated_tokens", ("base",)] == [4]
+    assert series["loray_adapter_drafted_tokens", ("red",)] == [8, 8]
+    assert series["loray_adapter_accepted_tokens", ("red",)] == [3, 3]
     assert series["loray_adapter_first_token_seconds", ("red",)] == [0.2, 0.2]
     assert series["loray_adapter_per_token_seconds", ("base",)] == [0.01]
 

@@ -13,7 +13,9 @@ from tests.fakes import token_logprobs
 
 def token_run(start: int, name: str = "r", index: int = 0, count: int = 1) -> TokenRun:
     tokens = list(range(start, start + count))
-    return TokenRun(name, index, start, tokens, [token_logprobs(t, 1) for t in tokens])
+    skipped = [token for token in tokens if token % 3]
+    logprobs = [token_logprobs(token, 1) for token in tokens]
+    return TokenRun(name, index, start, tokens, logprobs, skipped=skipped)
 
 
 def say(box: Outbox, start: int, name: str = "r", address: ReplyAddress = HERE) -> None:
@@ -97,6 +99,9 @@ def test_many_stored_tokens_are_sent_in_frames_of_bounded_size(
     assert [heard(inbox) for inbox in inboxes] == [list(range(20))] * 3
     sizes = [sum(len(run.tokens) for run in frame.runs) for frame in sockets.frames]
     assert max(sizes) == 7
+    for frame in sockets.frames:
+        for run in frame.runs:
+            assert run.skipped == [token for token in run.tokens if token % 3]
 
 
 @settings(deadline=None)
