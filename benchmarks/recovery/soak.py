@@ -26,26 +26,29 @@ async def soak(
 ) -> dict[str, Any]:
     """Kill a random process each 15 to 21 s under load; the summary, and the kills by kind.
 
+    Ctrl-C ends it early, with its summary.
     A request is sent again by its client when its ingress or the front was killed with its
     connection; one that fails otherwise counts as `unexpected`.
     """
     load, ended = Load(server.url, questions, rate, TRIES), asyncio.Event()
     running = asyncio.create_task(load.run(ended))
     kills: list[tuple[float, str]] = []
-    chooser, deadline = random.Random(11), time.monotonic() + 60 * minutes
-    while time.monotonic() < deadline:
-        await asyncio.sleep(chooser.uniform(LEAST_S, MOST_S))
-        kind = chooser.choice(TARGETS)
-        if kill_one(server, kind, chooser):
-            kills.append((time.monotonic(), kind))
-            done = Counter(story.outcome for story in load.stories)
-            print(json.dumps({"killed": kind, "number": len(kills), **done}), flush=True)
+    chooser, began = random.Random(11), time.monotonic()
+    with suppress(asyncio.CancelledError):
+        while time.monotonic() < began + 60 * minutes:
+            await asyncio.sleep(chooser.uniform(LEAST_S, MOST_S))
+            kind = chooser.choice(TARGETS)
+            if kill_one(server, kind, chooser):
+                kills.append((time.monotonic(), kind))
+                done = Counter(story.outcome for story in load.stories)
+                print(json.dumps({"killed": kind, "number": len(kills), **done}), flush=True)
+    minutes = (time.monotonic() - began) / 60
     await asyncio.sleep(min(QUIET_S, 60 * minutes))
     ended.set()
     await running
     return {
         "case": "soak",
-        "minutes": minutes,
+        "minutes": round(minutes, 1),
         "kills": dict(Counter(kind for _, kind in kills)),
         **summary(load.stories),
         "unexpected": unexpected(load, kills),
