@@ -29,7 +29,8 @@ _PARALLEL = "module."
 """What DDP and DeepSpeed put before every path."""
 
 _NAMED = re.compile(
-    r"(?P<factor>\.(?:lora_[AB]|lora_embedding_[AB]|lora_magnitude_vector))"
+    r"(?P<factor>\.(?:lora_[AB]|lora_embedding_[AB]|lora_magnitude_vector|"
+    r"token_adapter\.trainable_tokens_delta))"
     r"\.(?P<adapter>[^.]+)(?P<rest>\.weight|\.bias|)$"
 )
 _SAVED = re.compile(r"\.modules_to_save\.(?P<adapter>[^.]+)(?P<rest>\.[^.]+)$")
@@ -82,9 +83,9 @@ def peft_names(keys: Collection[str]) -> dict[str, str]:
     """Return PEFT's name of each tensor; AdapterError where the file holds several adapters."""
     taken: dict[str, str] = {}
     adapters: set[str] = set()
-    has_prefix = any(PREFIX in key for key in keys)
-    for key in keys:
-        path = _path(key)
+    paths = {key: _path(key) for key in keys}
+    has_prefix = any(PREFIX in path for path in paths.values())
+    for key, path in paths.items():
         name, adapter = _without_adapter(path if has_prefix else PREFIX + path)
         adapters |= {adapter} if adapter else set()
         if name in taken:

@@ -30,8 +30,9 @@ class WholeLinearTensors:
 
     @property
     def names(self) -> set[str]:
-        """Return the names of the weights."""
-        return {_weight(module) for module in self.modules}
+        """Return the names of the weights, and of copies of the base model's beside them."""
+        copies = {f"{PREFIX}{module}.original_module.weight" for module in self.modules}
+        return {_weight(module) for module in self.modules} | copies
 
     @property
     def positions(self) -> list[ModulePosition]:

@@ -78,6 +78,21 @@ SERVED: dict[str, dict[str, Any]] = {
         "exclude_modules": ["k_proj"],
     },
     "whole norms": {"modules_to_save": ["norm", "router"]},
+    "all at once": {
+        "use_dora": True,
+        "use_rslora": True,
+        "rank_pattern": {"q_proj": 7, r"layers\.1\.mlp\.down_proj": 2},
+        "alpha_pattern": {"q_proj": 3, "layers.1.mlp.down_proj": 21},
+        "layers_to_transform": [1],
+        "modules_to_save": ["norm"],
+        "trainable_token_indices": {"embed_tokens": [5, 9, 33]},
+    },
+    "bare parameters beside norms": {
+        "target_parameters": ["mlp.up_proj.weight"],
+        "target_modules": ["q_proj"],
+        "modules_to_save": ["input_layernorm"],
+        "use_rslora": True,
+    },
     "another backward pass": {"velora_config": lora.VeloraConfig(num_groups=4, init_type="random")},
 }
 """Changes of a plain config whose results are PEFT's."""
@@ -112,7 +127,6 @@ UNTRIED = {
     "megatron_config": "needs Megatron",
     "alora_invocation_tokens": "tests/modeling/test_parity_activated.py",
     "arrow_config": "PEFT refuses it without adapters to route to",
-    "trainable_token_indices": "tests/modeling/test_parity_kinds.py",
 }
 
 OTHERS: dict[str, Any] = {
@@ -144,6 +158,8 @@ def save(folder: Path, model: Path, config: Any) -> Path:
                 elif "lora_" in name:
                     std = 0.2 if "lora_B" in name else 0.3
                     parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+                elif "modules_to_save" in name or "trainable_tokens_delta" in name:
+                    parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
         adapted.save_pretrained(str(folder))
     return folder
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+from configs.engine import EngineConfig
 from configs.wire.adapters import AdapterError
 from modeling.adapters import whole_linears
 from modeling.adapters.bank import DeviceAdapter
@@ -66,6 +67,40 @@ def test_a_map_that_is_wrong(world: World, monkeypatch: pytest.MonkeyPatch, faul
     expect_mismatch(world, setting("gpt2_whole", 1, "whole", BASE))
 
 
+def test_a_raw_state_is_read_as_what_peft_saves(world: World, tmp_path: Path) -> None:
+    """With the adapter's name in it, and the base model's own weights beside."""
+    model = world.model("llama_whole", "gqa")
+    saved = {"modules_to_save": ["o_proj", "norm"], "trainable_token_indices": [3, 4]}
+    recipe = AdapterRecipe(target_modules=("q_proj",), extra=saved)
+    folder = write_adapter(tmp_path / "it", model, recipe)
+    projections = adaptable(opened(model, "o_proj"))
+    adapter = open_adapter(folder, projections, 64)
+    expected = list(adapter.read_matrices())
+    raw = {}
+    for key, tensor in load_file(folder / FILE).items():
+        path, _, name = key.rpartition(".")
+        if "lora_" in key:
+            raw[f"{path}.default.{name}"] = tensor
+        elif "token_adapter" in key:
+            raw[f"{key}.default"] = tensor
+        else:
+            raw[f"{path}.modules_to_save.default.{name}"] = tensor
+            raw[f"{path}.original_module.{name}"] = tensor.clone()
+    save_file(raw, folder / FILE)
+    found = open_adapter(folder, projections, 64)
+    assert found.ranks == adapter.ranks
+    for one, other in zip(found.read_matrices(), expected, strict=True):
+        assert one.position == other.position
+        assert one.rows.equal(other.rows)
+
+
+def opened(model: Path, *names: str) -> EngineConfig:
+    """A server of that model that takes these whole maps."""
+    config = engine_config(model)
+    adapters = config.adapters.model_copy(update={"whole_linears": dict.fromkeys(names, 1)})
+    return config.model_copy(update={"adapters": adapters})
+
+
 SAID = {
     "not opened": r"start it with adapters.whole_linears {o_proj: 1}",
     "shape": r"o_proj.weight has shape \[31, 32\], this model needs \[32, 32\]",
@@ -96,18 +131,13 @@ def test_what_is_refused(world: World, tmp_path: Path, fault: str) -> None:
         file.write_text(
             text if fault == "a parent" else text.replace('"q_proj"', '"q_proj", "o_proj"')
         )
-    config = engine_config(model)
-    opened = {} if fault == "not opened" else {"o_proj": 1}
-    adapters = config.adapters.model_copy(update={"whole_linears": opened})
-    projections = adaptable(config.model_copy(update={"adapters": adapters}))
+    projections = adaptable(opened(model, *([] if fault == "not opened" else ["o_proj"])))
     with pytest.raises(AdapterError, match=SAID[fault]):
         open_adapter(folder, projections, 64)
 
 
 def test_names_that_no_map_has(world: World) -> None:
-    config = engine_config(world.model("llama_whole", "gqa"))
-    adapters = config.adapters.model_copy(update={"whole_linears": {"router": 1}})
     with pytest.raises(
         ValueError, match=r"whole_linears names router; .* are down_proj, gate_proj"
     ):
-        adaptable(config.model_copy(update={"adapters": adapters}))
+        adaptable(opened(world.model("llama_whole", "gqa"), "router"))

@@ -23,6 +23,9 @@ RENAMES: dict[str, Callable[[str], str]] = {
     "with a name of one's own": lambda key: key.replace("weight", "my-adapter.weight"),
     "without PEFT's model": lambda key: key.removeprefix("base_model.model."),
     "torch.compile around it": lambda key: f"_orig_mod.{key}",
+    "torch.compile inside of PEFT's model": lambda key: key.replace(
+        "base_model.", "base_model._orig_mod.", 1
+    ),
     "torch.compile around layers": lambda key: key.replace(".up.", "._orig_mod.up."),
     "DDP around it": lambda key: f"module.{key}",
     "DDP around torch.compile": lambda key: f"module._orig_mod.{key}",
