@@ -181,7 +181,8 @@ class LoadedPaged(LoadedRunner):
     def _step_peak(self) -> int:
         """Return the bytes that the widest step takes beyond weights, pools and cache."""
         device = self.parts.device
-        batch = widest_step(self.parts.size, self.parts.config.limits.max_step_tokens)
+        config = self.parts.config
+        batch = widest_step(self.parts.size, config.limits.max_step_tokens, config.speculation)
         num_blocks = 1 + max(block for row in batch.rows for block in row.blocks)
         # This runner and its buffers live until the method returns, so `before` counts them.
         runner = self._runner(num_blocks, self._buffers(num_blocks))

@@ -2,6 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 
+import msgspec
+
+from configs.engine import SpeculationConfig
 from configs.wire.plan import RequestJoin, StepRow
 from configs.wire.sampling import ALL_PARAMETERS, Sampling
 from modeling.batch import ForwardBatch
@@ -21,13 +24,22 @@ TOKENS = (64, 512)
 """Tokens of warm-up steps beside the most: kernels differ for few, some and many tokens."""
 
 
-def widest_step(size: BatchSize, max_step_tokens: int) -> ForwardBatch:
-    """Every batch slot computes its share of the tokens and samples one, in blocks of its own."""
+def widest_step(
+    size: BatchSize, max_step_tokens: int, speculation: SpeculationConfig
+) -> ForwardBatch:
+    """Every batch slot computes its share of the tokens, in blocks of its own, and samples.
+
+    As many rows have drafts as ever do in a step, of all tokens that they may.
+    """
     length = min(max_step_tokens // size.max_running, size.max_total_tokens)
     count = size.blocks(length)
     slots = range(size.max_running)
     blocks = [list(range(slot * count, (slot + 1) * count)) for slot in slots]
-    return _prefill(blocks, length, -1, WIDEST)
+    batch = _prefill(blocks, length, -1, WIDEST)
+    drafts = (0,) * min(speculation.most_tokens, length - 1)
+    own = batch.rows[: speculation.max_running]
+    drafted = [msgspec.structs.replace(row, drafts=drafts) for row in own]
+    return ForwardBatch(batch.joins, drafted + batch.rows[speculation.max_running :])
 
 
 def warmup_batches(
