@@ -5,14 +5,11 @@ as old as the request that needs the block. What plans in flight name is freed o
 them was applied, so the request that needs the block may have to pause until then.
 """
 
-from collections.abc import Sequence
-
 from configs.rope_sets import SHORT
 from configs.wire.adapters import AdapterKey
-from configs.wire.plan import Capacity, StepRow, TokenLogprobs
+from configs.wire.plan import Capacity, StepRow
 from configs.wire.sampling import FinishReason
 from scheduler.admission.limits import Limits
-from scheduler.events import NewTokens
 from scheduler.kv.prefix_cache import CachedPrefix
 from scheduler.kv.tables import KvTables
 from scheduler.request import Request, Status
@@ -76,13 +73,16 @@ class RunningRequests:
         self.stalled = False
         self.reserved_blocks = 0
         self._preempt_outgrown()
-        longer = []
+        longer, num_running = [], len(self.members)
+        drafting = limits.max_draft_tokens > 0 and self._chunked
         for request in self.members:  # A preemption removes younger ones from the end meanwhile.
             ahead = len(request.tokens) + request.pending - request.scheduled
             if ahead > 1:
                 longer.append(request)
             elif step.budget > 0 and not request.exhausted:
-                drafts = self._draft(request, step, limits)
+                drafts: tuple[int, ...] | None = ()
+                if drafting or request.drafts:
+                    drafts = next_draft(request, step, limits, num_running)
                 if drafts is not None:
                     self._extend(request, 1 + len(drafts), step, drafts)
         # The rows so far generate: prompts must not stretch their step too much.
@@ -206,30 +206,25 @@ class RunningRequests:
             self._kv.computed(request)
 
     def accept(
-        self,
-        request: Request,
-        row: StepRow,
-        sampled: list[int],
-        logprobs: Sequence[TokenLogprobs | None],
-    ) -> tuple[NewTokens, FinishReason | None]:
-        """Append what a row sampled, as far as it is right; also returns why the request ends.
+        self, request: Request, row: StepRow, sampled: list[int]
+    ) -> tuple[list[int], FinishReason | None]:
+        """Append what a row sampled, as far as it is right and until the request's end.
 
-        logprobs: of the samples; () without any.
+        Returns the tokens that it brought, and why the request ends.
         """
-        start, computed = request.num_generated, row.start + row.length - len(row.drafts)
         request.pending -= len(sampled)
-        if row.drafts:
-            sampled = right_samples(request, row, sampled)
-        reason = None
+        if not row.drafts:
+            self.mark_computed(request, row.start + row.length)
+            return sampled, request.accept(sampled[0])
+        first, computed = request.num_generated, row.start + row.length - len(row.drafts)
+        sampled = right_samples(request, row, sampled)
         for index, token in enumerate(sampled):
             self.mark_computed(request, computed + index)
-            reason = request.accept(token)
-            if reason is not None:
-                sampled = sampled[: index + 1]
-                break
-        request.skipped += range(start + 1, start + len(sampled))
-        returned = request.add_logprobs(logprobs[: len(sampled)])
-        return NewTokens(request.id, start, sampled, returned), reason
+            if index:
+                request.skipped.append(first + index)
+            if (reason := request.accept(token)) is not None:
+                return sampled[: index + 1], reason
+        return sampled, None
 
     def check(self) -> None:
         """Assert that no block or batch slot is lost or held twice, and lengths are in order."""
@@ -247,12 +242,6 @@ class RunningRequests:
         for request in held:
             if request.status is not Status.ENDED:
                 request.check(self.block_size)
-
-    def _draft(self, request: Request, step: StepBuilder, limits: Limits) -> tuple[int, ...] | None:
-        """The draft of a request's row, see `next_draft`; () where nothing is drafted."""
-        if request.drafts or (limits.max_draft_tokens and self._chunked):
-            return next_draft(request, step, limits, len(self.members))
-        return ()
 
     def _extend(
         self, request: Request, length: int, step: StepBuilder, drafts: tuple[int, ...] = ()
@@ -274,7 +263,7 @@ class RunningRequests:
                 end = self._kv.reach(request, end)
                 length = end - request.scheduled
             blocks = self._kv.extend(request, end)
-        step.add_row(request, length, blocks, rope_set, drafts[: length - 1])
+        step.add_row(request, length, blocks, rope_set, drafts and drafts[: length - 1])
         if length > 1:  # A generated token's block is registered when that token is known.
             self.prefix.register(request)
 

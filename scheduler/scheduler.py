@@ -42,6 +42,7 @@ from scheduler.events import (
     Ended,
     Ending,
     Event,
+    NewTokens,
     RequestEvent,
     RequestId,
 )
@@ -141,7 +142,7 @@ class Scheduler:
                     running.mark_computed(request, row.start + row.length)
                 if request.prompt_done:
                     events.append(self._end(request, FinishReason.LENGTH))
-            next_token += row.num_samples
+            next_token += row.samples + len(row.drafts)
             # Only now does no plan name its blocks and batch slot.
             if request.in_flight == 0 and request.serial in draining:
                 running.finish_draining(request)
@@ -339,16 +340,18 @@ class Scheduler:
         events: list[RequestEvent],
     ) -> None:
         """Account for a row's samples. first: the index of the first one in the result."""
-        own = slice(first, first + row.num_samples)
-        logprobs = result.logprobs[own] if result.logprobs else ()
+        start = len(request.tokens) - len(request.prompt)
+        sampled = result.tokens[first : first + 1 + len(row.drafts)]
+        tokens, reason = self._running.accept(request, row, sampled)
+        found = result.logprobs and result.logprobs[first : first + len(tokens)]
+        own = request.add_logprobs(found) if found else None
         if request.first_token is None:
             request.first_token = now
-        new, reason = self._running.accept(request, row, result.tokens[own], logprobs)
-        self._counters.num_generated_tokens += len(new.tokens)
+        self._counters.num_generated_tokens += len(tokens)
         if self._admission.rate_limits.has_rates:
             for key in request.charged_adapters:
-                self._admission.rate_limits.charge(key, len(new.tokens), now)
-        events.append(new)
+                self._admission.rate_limits.charge(key, len(tokens), now)
+        events.append(NewTokens(request.id, start, tokens, own))
         if reason is not None:
             events.append(self._end(request, reason))
 
