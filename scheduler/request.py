@@ -35,6 +35,9 @@ class Status(Enum):
     ENDED = "ended"
 
 
+_ENDED = Status.ENDED  # An enum's member is slow to look up, and every row asks.
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """A sequence, its tokens and what it holds on the ranks.
@@ -224,8 +227,7 @@ class Request:
 
         Not after the request's end, nor if its samples are discarded, nor behind a wrong draft.
         """
-        dropped = self.status is Status.ENDED or self.discards_samples
-        return not dropped and start == self.computed
+        return start == self.computed and not self.discards_samples and self.status is not _ENDED
 
     def truncate(self, num_generated: int) -> None:
         """Drop the generated tokens beyond the first `num_generated`."""

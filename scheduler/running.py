@@ -47,6 +47,7 @@ class RunningRequests:
         self._freed: list[Request] = []
         self._free_batch_slots = list(range(num_batch_slots - 1, -1, -1))
         self._chunked = capacity.chunked
+        self._drafts = capacity.drafts
         self._rope = capacity.rope_sets
         self._kv = KvTables(capacity, prefix_caching and capacity.prefix_caching, ahead)
         self.prefix = self._kv.prefix
@@ -74,7 +75,7 @@ class RunningRequests:
         self.reserved_blocks = 0
         self._preempt_outgrown()
         longer, num_running = [], len(self.members)
-        drafting = limits.max_draft_tokens > 0 and self._chunked
+        drafting = limits.max_draft_tokens > 0 and self._drafts
         for request in self.members:  # A preemption removes younger ones from the end meanwhile.
             ahead = len(request.tokens) + request.pending - request.scheduled
             if ahead > 1:

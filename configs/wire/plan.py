@@ -153,6 +153,7 @@ class Capacity(msgspec.Struct, frozen=True):
     pool_pages: pages of each projection's pool where they differ; empty: adapter_pages each.
     rope_sets: set where rotary frequencies depend on a sequence's length; else None.
     kv_groups: all groups' blocks; empty: one group that needs its blocks to the end.
+    drafts: whether rows may have drafts.
     """
 
     num_blocks: int
@@ -167,6 +168,7 @@ class Capacity(msgspec.Struct, frozen=True):
     pool_pages: tuple[int, ...] = ()
     rope_sets: RopeSets | None = None
     kv_groups: tuple[KvGroup, ...] = ()
+    drafts: bool = True
 
     @property
     def groups(self) -> tuple[KvGroup, ...]:

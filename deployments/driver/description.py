@@ -109,11 +109,11 @@ def startup_info(reports: Sequence[LoadReport], speculation: SpeculationConfig) 
 
 
 def _speculation(config: SpeculationConfig, capacity: Capacity) -> str:
-    """What guesses tokens; none where a sequence is computed whole, as padded models do."""
+    """What guesses tokens; none where the ranks cannot check drafts."""
     if config.kind is SpeculationKind.NONE:
         return "none"
-    if not capacity.chunked:
-        return f"none: {config.kind.value} needs a paged model"
+    if not capacity.drafts:
+        return f"none: {config.kind.value} needs a paged model on a CPU"
     return f"{config.kind.value}, up to {config.max_tokens} tokens"
 
 
