@@ -18,7 +18,15 @@ from modeling.adapters.product import AdapterData
 from modeling.adapters.token_rows import groups_of
 from modeling.runner.adapter_check import adaptable
 from tests.checkpoints import AdapterRecipe, write_adapter
-from tests.modeling.parity import BASE, Setting, World, compare, engine_config, expect_mismatch
+from tests.modeling.parity import (
+    BASE,
+    WHOLE,
+    Setting,
+    World,
+    compare,
+    engine_config,
+    expect_mismatch,
+)
 
 VARIANTS = {"llama_norms": "gqa", "gpt2_norms": "plain", "generic_norms": "qwen3"}
 MIXED = ["norms", BASE, "last", "plain", "scarce"]
@@ -31,6 +39,10 @@ NORM = "base_model.model.model.norm.weight"
 def test_together(world: World, family: str, variant: str, ranks: int) -> None:
     """Prompts in chunks beside rows that decode; each request is preempted once."""
     compare(world, Setting(family, variant, ranks, MIXED, rejoins_at=3))
+
+
+def test_alone(world: World) -> None:
+    compare(world, Setting("gpt2_norms", "plain", 1, ["norms"], chunk=WHOLE))
 
 
 def test_under_the_scheduler(world: World) -> None:

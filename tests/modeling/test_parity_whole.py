@@ -15,7 +15,15 @@ from modeling.adapters.peft import open_adapter
 from modeling.adapters.token_rows import groups_of
 from modeling.runner.adapter_check import adaptable
 from tests.checkpoints import AdapterRecipe, write_adapter
-from tests.modeling.parity import BASE, Setting, World, compare, engine_config, expect_mismatch
+from tests.modeling.parity import (
+    BASE,
+    WHOLE,
+    Setting,
+    World,
+    compare,
+    engine_config,
+    expect_mismatch,
+)
 
 NAMES = {
     ("llama_whole", "gqa"): ("k_proj", "o_proj", "down_proj"),
@@ -36,6 +44,10 @@ def setting(family: str, ranks: int, *names: str, **more: Any) -> Setting:
 def test_together(world: World, family: str, ranks: int) -> None:
     """Prompts in chunks beside rows that decode; each request is preempted once."""
     compare(world, setting(family, ranks, "whole", BASE, "one", "plain", rejoins_at=3))
+
+
+def test_alone(world: World) -> None:
+    compare(world, setting("gpt2_whole", 2, "whole", chunk=WHOLE))
 
 
 def test_under_the_scheduler(world: World) -> None:
