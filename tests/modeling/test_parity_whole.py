@@ -13,7 +13,7 @@ from modeling.adapters import whole_linears
 from modeling.adapters.bank import DeviceAdapter
 from modeling.adapters.peft import open_adapter
 from modeling.adapters.token_rows import groups_of
-from modeling.runner.adapter_check import adaptable
+from modeling.runner.adapter_check import adaptable, judge
 from tests.checkpoints import AdapterRecipe, write_adapter
 from tests.modeling.parity import (
     BASE,
@@ -101,6 +101,8 @@ def test_a_raw_state_is_read_as_what_peft_saves(world: World, tmp_path: Path) ->
     save_file(raw, folder / FILE)
     found = open_adapter(folder, projections, 64)
     assert found.ranks == adapter.ranks
+    verdict = judge(folder, projections, opened(model).adapters, lambda *_: None)
+    assert (verdict.num_whole, verdict.num_norms, verdict.num_tokens) == (2, 5, 2)
     for one, other in zip(found.read_matrices(), expected, strict=True):
         assert one.position == other.position
         assert one.rows.equal(other.rows)
