@@ -100,6 +100,7 @@ def test_what_is_refused_has_its_kind_and_what_to_do(
 
 
 SETTINGS: dict[str, dict[str, object]] = {
+    "whole linear maps": {"whole_linears": {"up_proj": 1}},
     "LoRA on embedding and head": {"vocabulary": True},
     "whole embedding or head": {"vocabulary": True, "vocabulary_copies": 1},
 }
