@@ -21,9 +21,9 @@ import triton.language as tl
 from modeling.sampling.kernels.triton_draw import comes_before, is_kept, magnitude, middle, warped
 from modeling.sampling.kernels.triton_exact import scaled_exp
 
-BINS = 2048
-"""1,536 of width 1/64 up to 24, then 64 for each doubling. By surprise they are twice as wide, and
-every second one is for tokens likelier than the mean."""
+BINS = 512
+"""384 of width 1/16 up to 24, then 16 for each doubling. By surprise there are twice as many:
+tokens likelier than the mean have their own. `tl.histogram` takes longer by the number."""
 
 LAST = 2**31 - 1
 """A key and an id behind all others."""
@@ -35,16 +35,16 @@ Pointer = Any
 def _bin(key: "Any") -> "Any":
     """The bin of a float's magnitude; `_edge` gives the least magnitude of a bin."""
     value = key.to(tl.float32, bitcast=True)
-    near = (tl.minimum(value, 24.0) * 64.0).to(tl.int32)
-    far = 1536 + tl.minimum((key - 0x41C00000) >> 17, 511)
+    near = (tl.minimum(value, 24.0) * 16.0).to(tl.int32)
+    far = 384 + tl.minimum((key - 0x41C00000) >> 19, 127)
     return tl.where(value < 24.0, near, far)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _edge(bin: "Any") -> "Any":
-    near = (bin.to(tl.float32) * 0.015625).to(tl.int32, bitcast=True)
-    far = 0x41C00000 + ((tl.minimum(bin, 2047) - 1536) << 17)
-    return tl.where(bin > 2047, 0x7F800000, tl.where(bin < 1536, near, far))
+    near = (bin.to(tl.float32) * 0.0625).to(tl.int32, bitcast=True)
+    far = 0x41C00000 + ((tl.minimum(bin, 511) - 384) << 19)
+    return tl.where(bin > 511, 0x7F800000, tl.where(bin < 384, near, far))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -109,7 +109,7 @@ def count_kernel(
 ) -> None:  # fmt: skip
     """Program (filtered row, part): count its tokens by bin, int32 [filtered rows, bins] of zeros.
 
-    By atomic additions in memory: `tl.histogram` takes longer by the number of bins.
+    By surprise, a bin's second half counts the tokens that are likelier than the mean.
     """
     j = tl.program_id(0)
     own = tl.load(filtered + j)
@@ -120,9 +120,10 @@ def count_kernel(
     mean = middle(moments + j * 2)
     bin = _bin(_key(x, mean, TYPICAL))
     if TYPICAL:
-        bin = (bin // 2) * 2 + (-x < mean).to(tl.int32)
-    one = tl.full([width], 1, tl.int32)
-    tl.atomic_add(counts + j * bins + bin, one, mask=inside, sem="relaxed")
+        bin = bin * 2 + (-x < mean).to(tl.int32)
+    found = tl.histogram(tl.where(inside, bin, 0), bins, inside)
+    index = tl.arange(0, bins)
+    tl.atomic_add(counts + j * bins + index, found, mask=found > 0, sem="relaxed")
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -134,7 +135,7 @@ def bracket_kernel(
 
     plans: int32 [filtered rows, 4]: the first and the last bin in which the share may be reached,
     the bin of the k-th token, and how many tokens of that bin are kept. The first two are bins and
-    -1, and the third is bins, where the filters are off. By surprise, bins are pairs.
+    -1, and the third is bins, where the filters are off.
     totals: int64 [filtered rows, 3] becomes zeros.
     """
     j = tl.program_id(0)
@@ -149,8 +150,8 @@ def bracket_kernel(
     found = tl.where(limited, tl.minimum(found, tl.maximum(wanted - before, 0)), found)
 
     if TYPICAL:
-        low = _edge(bin // 2 * 2).to(tl.float32, bitcast=True)
-        high = _edge(bin // 2 * 2 + 2).to(tl.float32, bitcast=True)
+        low = _edge(bin // 2).to(tl.float32, bitcast=True)
+        high = _edge(bin // 2 + 1).to(tl.float32, bitcast=True)
         mean = middle(moments + j * 2)
         likelier = bin % 2 == 1
         nearest = tl.where(likelier, tl.maximum(mean - high, 0.0), mean + low)
@@ -199,25 +200,22 @@ def gather_kernel(
     j = tl.program_id(0)
     first, end = tl.load(plans + j * 4), tl.load(plans + j * 4 + 1)
     last = tl.load(plans + j * 4 + 2)
-    if (first <= end) | (last < 2048):
+    if (first <= end) | (last < 512):
         own = tl.load(filtered + j)
         x, ids, inside = _tokens(
             logits, rows, peaks, inverse, own, vocab, stride, cuts + j * 4, least + j,
             width, spread, TYPICAL,
         )  # fmt: skip
         bin = _bin(_key(x, middle(moments + j * 2), TYPICAL))
-        if TYPICAL:
-            bin = bin // 2
         weight = _weight(x)
         before = tl.sum(tl.where(inside & (bin < first), weight, 0), axis=0)
         between = tl.sum(tl.where(inside & (bin > end) & (bin < last), weight, 0), axis=0)
         tl.atomic_add(totals + j * 3 + 1, before, sem="relaxed")
         tl.atomic_add(totals + j * 3 + 2, between, sem="relaxed")
         taken = inside & (((bin >= first) & (bin <= end)) | (bin == last))
-        # An index for each in no order: few are taken, so this is cheaper than their numbers.
-        counter = totals + j * 3 + tl.zeros([width], tl.int32)
-        one = tl.full([width], 1, tl.int64)
-        at = j.to(tl.int64) * vocab + tl.atomic_add(counter, one, mask=taken, sem="relaxed")
+        number = tl.cumsum(taken.to(tl.int32), axis=0)
+        start = tl.atomic_add(totals + j * 3, tl.max(number, axis=0).to(tl.int64), sem="relaxed")
+        at = j.to(tl.int64) * vocab + start + number - 1
         tl.store(values + at, x, mask=taken)
         tl.store(candidates + at, ids, mask=taken)
 
@@ -314,7 +312,7 @@ def cut_kernel(
     mean = middle(moments + j * 2)
     kept_key, kept_id = first * 0 + 0x7FFFFFFF, first * 0 + 0x7FFFFFFF
     keys, ids, weights = _block(values, candidates, 0, count, mean, block, TYPICAL)
-    if last < 2048:
+    if last < 512:
         kept_key, kept_id = _find(
             values, candidates, count, mean, keys, ids, weights, _edge(last), _edge(last + 1),
             kept_key, kept_id, left.to(tl.int64), vocab, block, True, TYPICAL,
@@ -322,13 +320,12 @@ def cut_kernel(
     if first <= end:
         if TYPICAL:
             total = tl.load(moments + j * 2)
-            first_key, end_key = _edge(first * 2), _edge(tl.minimum(end * 2 + 2, 2048))
         else:
             total = before + between + _amount(
                 values, candidates, count, mean, keys, ids, weights, 0, 0x7FFFFFFF, 0x7FFFFFFF,
                 kept_key, kept_id, block, False, TYPICAL,
             )  # fmt: skip
-            first_key, end_key = _edge(first), _edge(tl.minimum(end + 1, 2048))
+        first_key, end_key = _edge(first), _edge(tl.minimum(end + 1, 512))
         share_of = tl.load(share + j).to(tl.float64) * total.to(tl.float64)
         wanted = tl.maximum(share_of.to(tl.int64), 1) - before
         kept_key, kept_id = _find(

@@ -29,8 +29,8 @@ from modeling.sampling.warpers import FilteredRows
 WIDTH = 4096
 """Columns of a part."""
 
-CANDIDATES = 2048
-"""Tokens that one step of a bisection reads at once."""
+CANDIDATES = 4096
+"""Tokens that a bisection holds in registers: nearly always all that there are."""
 
 
 @dataclass(frozen=True)
@@ -130,19 +130,19 @@ def _cut(launch: _Launch, filtered: FilteredRows, cuts: _Cuts, typical: bool) ->
     """Find where the filtered rows' tokens end by one order; changes `cuts`."""
     count, vocab, device = len(filtered.rows), launch.logits.shape[1], launch.logits.device
     shared = (*launch.rows, filtered.rows, cuts.ends, filtered.least, cuts.moments)
-    kind = {"TYPICAL": typical}
+    bins, kind = 2 * BINS if typical else BINS, {"TYPICAL": typical}
     share = filtered.typical_p if typical else filtered.top_p
-    counts = torch.zeros(count, BINS, dtype=torch.int32, device=device)
+    counts = torch.zeros(count, bins, dtype=torch.int32, device=device)
     plans = torch.empty(count, 4, dtype=torch.int32, device=device)
     totals = torch.empty(count, 3, dtype=torch.int64, device=device)
     values = torch.empty(count, vocab, dtype=torch.float32, device=device)
     candidates = torch.empty(count, vocab, dtype=torch.int32, device=device)
     grid = (count, launch.parts)
     count_kernel[grid](
-        *shared, counts, *launch.sizes, bins=BINS, **kind, **launch.constants
+        *shared, counts, *launch.sizes, bins=bins, **kind, **launch.constants
     )  # fmt: skip
     bracket_kernel[(count,)](
-        counts, filtered.top_k, share, cuts.moments, plans, totals, bins=BINS, num_warps=8, **kind
+        counts, filtered.top_k, share, cuts.moments, plans, totals, bins=bins, num_warps=4, **kind
     )  # fmt: skip
     gather_kernel[grid](
         *shared, plans, totals, values, candidates, *launch.sizes, **kind, **launch.constants
