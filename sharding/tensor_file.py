@@ -19,7 +19,7 @@ from configs.reading import (
     RegularFile,
     safetensors_header_bytes,
 )
-from sharding.extents import CPU, Extent, read_cut, read_cut_into, read_whole
+from sharding.extents import CPU, Extent, read_cut, read_stack, read_whole
 from sharding.slicing import Segments, whole
 
 WHOLE_BYTES = 2**25
@@ -140,11 +140,7 @@ class TensorFile:
         # torch.stack copies tensors that are in memory already; a large file is read into `out`.
         if len(kinds) > 1 or self._file.size - self._begin <= WHOLE_BYTES:
             return torch.stack([self.get_tensor(key) for key in keys])
-        ((dtype, shape),) = kinds
-        out = torch.empty(len(keys), *shape, dtype=dtype)
-        for target, extent in zip(out, extents, strict=True):
-            read_cut_into(target, self._file, extent, tuple(map(whole, shape)))
-        return out
+        return read_stack(self._file, extents)
 
     def _extent(self, key: str) -> Extent:
         entry = self._entries[key]

@@ -1,6 +1,8 @@
 """Adapters that are written to while a rank reads them: refused as a version, and nothing else."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +75,30 @@ def test_a_large_file_is_written_by_several_threads_to_the_same_pages(
     tier.stage(wanted)
     torch.testing.assert_close(staged_numbers(tier), expected, rtol=0, atol=0)
     tier.check()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="of glibc")
+def test_memory_of_one_stack_is_used_again_for_the_next() -> None:
+    code = """
+import resource, torch
+from modeling.adapters.host_cache import HostAdapterCache, HostCacheSize
+
+def stack():
+    return [torch.zeros(2**21, dtype=torch.uint8) for _ in range(5)]
+
+def num_faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+HostAdapterCache((), HostCacheSize((), 8, 2**20), torch.float32, pinned=False)
+stack()
+before = num_faults()
+for _ in range(20):
+    stack()
+print(num_faults() - before)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    # Else it is thousands.
+    assert int(done.stdout) < 500
 
 
 def staged_numbers(tier: HostAdapterCache) -> list[torch.Tensor]:
