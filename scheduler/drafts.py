@@ -26,15 +26,16 @@ SHORTEST = 2
 WEIGHT = 0.3
 """Of the newest draft in the average of accepted tokens."""
 
-LEAST_ALONE, LEAST_BESIDE = 0.5, 1.5
+LEAST_ALONE, LEAST_BESIDE = 0.5, 3.0
 """Accepted tokens a draft that are worth it. A request may wait for the check of its draft, and
-beside others, which do not, it gets a row in every second step then."""
+beside others, which do not, it gets a row in every second step then. And a step with one draft is
+no captured decode step, for all its rows."""
 
 SURE_ALONE, SURE_BESIDE = 0.9, 0.4
 """The share of drafts that were wholly right, from which the next row does not wait for the check.
 A wrong one costs a request that runs alone a whole step, and waiting only what lies between two."""
 
-SHORTEST_REST, LONGEST_REST = 16, 256
+SHORTEST_REST, LONGEST_REST = 32, 256
 """Tokens without a draft after drafts that were not worth it; twice as many each time."""
 
 _BYTES = array("i").itemsize
@@ -62,6 +63,8 @@ class Drafter:
         if num_tokens < self._resume_at:
             return 0
         least = LEAST_ALONE if alone else LEAST_BESIDE
+        if self._mean >= 2 * least:
+            self._rest = SHORTEST_REST
         if self._mean < least:
             self._resume_at = num_tokens + self._rest
             self._rest = min(2 * self._rest, LONGEST_REST)
@@ -108,8 +111,6 @@ class Drafter:
         seen = num_accepted if num_accepted < num_drafted else num_drafted + 1
         self._mean += WEIGHT * (seen - self._mean)
         self._whole += WEIGHT * ((num_accepted == num_drafted) - self._whole)
-        if num_accepted >= LEAST_BESIDE:
-            self._rest = SHORTEST_REST
 
     @staticmethod
     def _occurrence(known: bytearray, last: int) -> int:

@@ -86,6 +86,7 @@ def test_drafts_change_no_token(
     are void.
     """
     monkeypatch.setattr(drafts, "SURE_BESIDE", sure)
+    monkeypatch.setattr(drafts, "LEAST_BESIDE", 0.0)
     config = engine_config(world.model(family, variant))
     names = list(FAMILIES[family].adapters)[:2]
     found = [world.adapter(family, variant, name) for name in names]

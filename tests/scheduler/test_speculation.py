@@ -115,7 +115,8 @@ def test_a_stop_string_cuts_what_a_draft_brought() -> None:
     assert (ended.tokens, ended.skipped) == ([4, 5, 6], [2])
 
 
-def test_nothing_is_drafted_under_a_grammar() -> None:
+def test_nothing_is_drafted_under_a_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drafts, "LEAST_BESIDE", 0.0)
     world = World()
     world.add()
     world.add(1, Sampling(grammar="start: /a*/"))
@@ -124,8 +125,11 @@ def test_nothing_is_drafted_under_a_grammar() -> None:
     assert [len(row.drafts) for row in world.plan().rows] == [4, 0]
 
 
-def test_a_row_behind_a_draft_counts_only_if_that_was_right() -> None:
+def test_a_row_behind_a_draft_counts_only_if_that_was_right(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Beside others a request does not wait for the check of its draft."""
+    monkeypatch.setattr(drafts, "LEAST_BESIDE", 0.0)
     world = World()
     request = world.add()
     world.add(1)
@@ -186,11 +190,11 @@ def test_drafts_follow_what_is_accepted() -> None:
         bad.verified(8, 0)
     assert good.length(100, alone=False) > 8
     assert bad.length(100, alone=True) == 0, "it rests"
-    assert bad.length(115, alone=True) == 0
-    assert bad.length(116, alone=True) == 2, "then it tries again, with less"
+    assert bad.length(131, alone=True) == 0
+    assert bad.length(132, alone=True) == 2, "then it tries again, with less"
     bad.verified(2, 0)
-    assert bad.length(117, alone=True) == 0
-    assert bad.length(117 + 31, alone=True) == 0, "it rests longer each time"
+    assert bad.length(133, alone=True) == 0
+    assert bad.length(133 + 63, alone=True) == 0, "it rests longer each time"
     tries = 0
     for total in range(1000, 9000):
         if bad.length(total, alone=True):
