@@ -344,8 +344,8 @@ class HostAdapterCache:
 def _keep_freed_memory() -> None:
     """Have glibc keep what a stack's tensors freed for those of the next one.
 
-    By default it gives it back to the system, and each stack pays for new pages: half the time of a
-    staging. It keeps twice as much as the largest block that was freed (mallopt(3),
+    By default it gives it back to the system, and each stack pays for new pages, which may be half
+    of its time. It keeps twice as much as the largest block that was freed (mallopt(3),
     M_MMAP_THRESHOLD).
     """
     torch.empty(_KEPT_BYTES, dtype=torch.uint8)
