@@ -94,8 +94,6 @@ def load_model(config: EngineConfig, group: TensorParallel, device: torch.device
     form = find_format(architecture.quantisation, config.model.quantize)
     if form is not None:
         check_device(architecture.quantisation, device)
-        if device.type == "cuda":
-            raise ValueError("quantised models are not served on GPUs yet: set device to cpu")
     model = build_model(architecture, Weights(source, group, dtype, device, form))
     if config.adapters.enabled and config.adapters.adapts_vocabulary:
         model.adapt_vocabulary(whole_ends=config.adapters.vocabulary_copies > 0)
@@ -134,7 +132,7 @@ def bytes_by_form(model: nn.Module) -> dict[str, int]:
     return forms
 
 
-ONLY_ON_CPUS = tuple(WeightFormat)
+ONLY_ON_CPUS = (WeightFormat.NF4, WeightFormat.INT8)
 """Formats of checkpoints that have not been compared on GPUs yet."""
 
 
