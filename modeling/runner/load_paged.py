@@ -22,10 +22,12 @@ from modeling.runner.block_tables import BatchSize
 from modeling.runner.cache import choose_cache
 from modeling.runner.captures import GraphSizes, StepGraphs, capture, graph_sizes_of
 from modeling.runner.cuda_graphs import GraphParts
+from modeling.runner.fitting import smaller_forms, weight_sizes
 from modeling.runner.forward import PagedForward
 from modeling.runner.input_batch import InputBatch
 from modeling.runner.loading import load_model, total_tokens
 from modeling.runner.memory import (
+    NoCacheRoomError,
     adapter_pages,
     bank_size,
     check_linears,
@@ -135,7 +137,17 @@ class LoadedPaged(LoadedRunner):
         with on_device(parts.device):
             # Free memory is read last: the two measurements have freed what they took by then.
             taken = self._step_peak() + self._graph_bytes()
-            return cuda_blocks(config, device_memory(parts.device), taken, block_bytes)
+            try:
+                return cuda_blocks(config, device_memory(parts.device), taken, block_bytes)
+            except NoCacheRoomError as error:
+                raise ValueError(f"{error}{self._smaller(error.lacking)}") from error
+
+    def _smaller(self, lacking: int) -> str:
+        """Return the forms of weights that would leave so many bytes more."""
+        model = self.parts.weights.model
+        sizes = weight_sizes(cast(nn.Module, model))
+        smaller = smaller_forms(sizes, model.dtype, sizes.dense_bytes(model.dtype) - lacking)
+        return f"; or use another form: {smaller}" if smaller else ""
 
     def allocate(self, num_blocks: int | None = None, record: bool = True) -> ModelRunner:
         """Take the cache and the batch slots' buffers; all ranks call it together.

@@ -25,6 +25,8 @@ from modeling.attention.scales import stored_scales
 from modeling.models.base import PagedModel
 from modeling.models.select import build_model
 from modeling.quantisation.formats import format_of_dummies, linear_format
+from modeling.runner.fitting import too_large
+from modeling.runner.memory import device_memory
 from sharding.checkpoint import Checkpoint, DummySource, open_checkpoint
 from sharding.group import TensorParallel
 from sharding.linear_weight import LinearWeight
@@ -94,7 +96,11 @@ def load_model(config: EngineConfig, group: TensorParallel, device: torch.device
     form = find_format(architecture.quantisation, config.model.quantize)
     if form is not None:
         check_device(architecture.quantisation, device)
-    model = build_model(architecture, Weights(source, group, dtype, device, form))
+    free = device_memory(device).free if device.type == "cuda" else 0
+    try:
+        model = build_model(architecture, Weights(source, group, dtype, device, form))
+    except torch.OutOfMemoryError as error:
+        raise too_large(architecture, group, dtype, free, form is not None) from error
     if config.adapters.enabled and config.adapters.adapts_vocabulary:
         model.adapt_vocabulary(whole_ends=config.adapters.vocabulary_copies > 0)
     if config.adapters.enabled:

@@ -141,10 +141,18 @@ def cpu_blocks(size: BatchSize, block_bytes: int) -> int:
     return max(size.max_blocks, min(wanted, CPU_CACHE_BYTES // block_bytes))
 
 
+class NoCacheRoomError(ValueError):
+    """No memory is left for a single block; lacking: how many bytes more it would take."""
+
+    def __init__(self, message: str, lacking: int) -> None:
+        super().__init__(message)
+        self.lacking = lacking
+
+
 def cuda_blocks(
     config: EngineConfig, memory: DeviceMemory, activation_bytes: int, block_bytes: int
 ) -> int:
-    """Blocks in what cache.device_memory_fraction leaves; ValueError when that is none.
+    """Blocks in what cache.device_memory_fraction leaves; NoCacheRoomError when that is none.
 
     activation_bytes: what steps will take beyond what is allocated now: the peak of the largest
     one, and the captured ones' memory.
@@ -152,9 +160,10 @@ def cuda_blocks(
     taken = memory.total - memory.free + activation_bytes
     room = int(memory.total * config.cache.device_memory_fraction) - taken
     if room < block_bytes:
-        raise ValueError(
+        raise NoCacheRoomError(
             f"no memory is left for the KV cache: {taken} of {memory.total} bytes are taken and "
             f"cache.device_memory_fraction is {config.cache.device_memory_fraction}; raise it, "
-            "lower adapters.memory_fraction or limits.max_step_tokens, or use more ranks"
+            "lower adapters.memory_fraction or limits.max_step_tokens, or use more ranks",
+            block_bytes - room,
         )
     return room // block_bytes

@@ -1,0 +1,88 @@
+"""Whether a paged model's weights fit a device, and in which form they would."""
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import nn
+
+from configs.architectures.base import ModelArchitecture
+from modeling.models.select import build_model
+from sharding.checkpoint import DummySource
+from sharding.group import TensorParallel
+from sharding.linear_weight import DenseWeight
+from sharding.loader import Weights
+
+META = torch.device("meta")
+
+FOUR_BITS = 0.5 + 2 / 128
+"""Bytes of a number of 4 bits: with 16 bits of a scale for 128 of them."""
+
+
+@dataclass(frozen=True)
+class WeightSizes:
+    """A rank's share of a model's weights, as numbers.
+
+    linear: in linear maps, which quantised models have in fewer bits. outputs: of these maps.
+    others: elsewhere, in embedding, head and norms.
+    """
+
+    linear: int
+    outputs: int
+    others: int
+
+    def dense_bytes(self, dtype: torch.dtype) -> int:
+        """Return what they take in one type."""
+        return (self.linear + self.others) * dtype.itemsize
+
+    def fp8_bytes(self, dtype: torch.dtype) -> int:
+        """Return what they take in fp8, with a float32 scale for each output."""
+        return self.linear + 4 * self.outputs + self.others * dtype.itemsize
+
+    def four_bit_bytes(self, dtype: torch.dtype) -> int:
+        """Return what they take in 4 bits, in groups of 128."""
+        return int(self.linear * FOUR_BITS) + self.others * dtype.itemsize
+
+
+def weight_sizes(model: nn.Module) -> WeightSizes:
+    """Count a rank's numbers; quantised maps are none of the linear ones."""
+    maps = [module for module in model.modules() if isinstance(module, DenseWeight)]
+    linear = sum(each.matrix.numel() for each in maps)
+    everything = sum(parameter.numel() for parameter in model.parameters())
+    return WeightSizes(linear, sum(each.shape[0] for each in maps), everything - linear)
+
+
+def smaller_forms(sizes: WeightSizes, dtype: torch.dtype, room: int) -> str:
+    """Return the forms in which the weights take at most `room` bytes; "" where there are none."""
+    forms = {
+        "fp8 (model.quantize: fp8)": sizes.fp8_bytes(dtype),
+        "a checkpoint of 4 bits (GPTQ, AWQ)": sizes.four_bit_bytes(dtype),
+    }
+    fitting = [f"{name} {_gb(size)}" for name, size in forms.items() if size <= room]
+    dense = f"weights that take {_gb(sizes.dense_bytes(dtype))} on this rank would take in"
+    return f"{dense} {', in '.join(fitting)}" if sizes.linear and fitting else ""
+
+
+def too_large(
+    architecture: ModelArchitecture,
+    group: TensorParallel,
+    dtype: torch.dtype,
+    free: int,
+    quantised: bool = False,
+) -> ValueError:
+    """Return the error of weights that did not fit into `free` bytes while they were read.
+
+    quantised: whether they would have been kept in a smaller form.
+    """
+    # Built without values, which takes no memory.
+    weights = Weights(DummySource(META, dtype), group, dtype, META)
+    sizes = weight_sizes(cast(nn.Module, build_model(architecture, weights)))
+    smaller = "" if quantised else smaller_forms(sizes, dtype, free)
+    return ValueError(
+        f"the model does not fit: {_gb(free)} were free on this rank. Use more ranks "
+        f"(tensor_parallel)" + (f", or another form: {smaller}" if smaller else "")
+    )
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:.1f} GB"
