@@ -24,7 +24,34 @@ _ROUNDED_AT_ONCE = 2**24
 """Numbers of a matrix in float32 at a time: 64 MiB each for the copy and its quotient."""
 
 
-class Fp8Weight(QuantisedWeight):
+class _Fp8Codes(QuantisedWeight):
+    """W = codes * scales, whatever share a scale.
+
+    codes: fp8 [out, in]. scales: float32 [out, ...]. input_scale: float32 [1], of STATIC activations.
+    """
+
+    def __init__(
+        self,
+        codes: Tensor,
+        scales: Tensor,
+        activations: Activations,
+        dtype: torch.dtype,
+        input_scale: Tensor | None,
+    ) -> None:
+        super().__init__((codes.shape[0], codes.shape[1]), dtype)
+        self.codes = self.keep(codes)
+        self.scales = self.keep(scales)
+        self.activations = activations
+        self.input_scale = None if input_scale is None else self.keep(input_scale)
+
+
+def _below(parts: Sequence[_Fp8Codes]) -> tuple[Tensor, Tensor]:
+    """Return the codes and scales of all parts, each part's rows below another's."""
+    codes = torch.cat([part.codes.view(torch.uint8) for part in parts]).view(FP8)
+    return codes, torch.cat([part.scales for part in parts])
+
+
+class Fp8Weight(_Fp8Codes):
     """W = codes * scales, with a scale for each output.
 
     codes: fp8 [out, in]. scales: float32 [out, 1].
@@ -39,11 +66,7 @@ class Fp8Weight(QuantisedWeight):
         input_scale: Tensor | None = None,
     ) -> None:
         """input_scale: float32 [1], of STATIC activations."""
-        super().__init__((codes.shape[0], codes.shape[1]), dtype)
-        self.codes = self.keep(codes)
-        self.scales = self.keep(scales)
-        self.activations = activations
-        self.input_scale = None if input_scale is None else self.keep(input_scale)
+        super().__init__(codes, scales, activations, dtype, input_scale)
         whole = not any(size % SIZES for size in self.shape)
         self._fits = whole and activations is not Activations.NONE
         self._taken: tuple[Tensor, Tensor, Tensor] | None = None
@@ -58,9 +81,7 @@ class Fp8Weight(QuantisedWeight):
         parts = self.with_alike(others)
         if not parts or not all(self._rounds_like(part) for part in parts):
             return None
-        codes = torch.cat([part.codes.view(torch.uint8) for part in parts]).view(FP8)
-        scales = torch.cat([part.scales for part in parts])
-        return type(self)(codes, scales, self.activations, self.dtype, self.input_scale)
+        return type(self)(*_below(parts), self.activations, self.dtype, self.input_scale)
 
     def inputs(self, x: Tensor) -> Tensor:
         """Return x as the product sees it."""
@@ -113,7 +134,7 @@ class Fp8Weight(QuantisedWeight):
         return same and self.activations is other.activations
 
 
-class BlockFp8Weight(QuantisedWeight):
+class BlockFp8Weight(_Fp8Codes):
     """W = codes * scales, with a scale for some inputs of an output, as blocks of a matrix have.
 
     codes: fp8 [out, in]. scales: float32 [out, groups]. group_of: int64 [in], the group of each
@@ -132,19 +153,15 @@ class BlockFp8Weight(QuantisedWeight):
         input_scale: Tensor | None = None,
     ) -> None:
         """input_scale: float32 [1], of STATIC activations."""
-        super().__init__((codes.shape[0], codes.shape[1]), dtype)
-        self.codes = self.keep(codes)
-        self.scales = self.keep(scales)
+        super().__init__(codes, scales, activations, dtype, input_scale)
         self.group_of = self.keep(group_of)
         self.group = group
-        self.activations = activations
         # What a GPU multiplies with: whole blocks, which parts of maps may not have.
         self.blocks = None
         if group == BLOCK and activations is Activations.GROUP and not codes.shape[0] % BLOCK:
             by_block = scales.view(-1, BLOCK, scales.shape[1])
             if bool((by_block == by_block[:, :1]).all()):
                 self.blocks = self.keep(by_block[:, 0].contiguous())
-        self.input_scale = None if input_scale is None else self.keep(input_scale)
 
     @property
     def form(self) -> str:
@@ -156,8 +173,7 @@ class BlockFp8Weight(QuantisedWeight):
         parts = self.with_alike(others)
         if not parts or any(part.input_scale is not None for part in parts):
             return None
-        codes = torch.cat([part.codes.view(torch.uint8) for part in parts]).view(FP8)
-        scales = torch.cat([part.scales for part in parts])
+        codes, scales = _below(parts)
         kind = type(self)
         return kind(codes, scales, self.group_of, self.group, self.activations, self.dtype)
 

@@ -19,7 +19,7 @@ from sharding.linear_weight import LinearPart
 from sharding.loader import Weights
 from sharding.slicing import Segments
 
-_AWQ_ORDER = {4: (0, 4, 1, 5, 2, 6, 3, 7), 8: (0, 2, 1, 3)}
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where in a word AWQ puts the first, the second, ... code."""
 
 
@@ -31,9 +31,9 @@ def unpack_words(words: Tensor, bits: int, dim: int) -> Tensor:
     return codes.to(torch.uint8).flatten(-2).movedim(-1, dim)
 
 
-def in_awq_order(codes: Tensor, bits: int) -> Tensor:
+def in_awq_order(codes: Tensor) -> Tensor:
     """Put AWQ's codes [rows, out] into the order of the outputs."""
-    order = torch.tensor(_AWQ_ORDER[bits], device=codes.device)
+    order = torch.tensor(_AWQ_ORDER, device=codes.device)
     return codes.view(len(codes), -1, len(order))[..., order].flatten(-2)
 
 
@@ -87,8 +87,8 @@ def read_awq(weights: Weights, part: LinearPart, how: Quantisation) -> IntegerWe
     words, places = _covering(part.rows, 32 // how.bits)
     shape = inputs, outputs * how.bits // 32
     packed = weights.read_stored(f"{name}.qweight", shape, part.columns, words)
-    codes = in_awq_order(unpack_words(packed, how.bits, 1), how.bits)[:, places.to(device)].t()
-    zeros = in_awq_order(unpack_words(_zeros(weights, part, how), how.bits, 1), how.bits)
+    codes = in_awq_order(unpack_words(packed, how.bits, 1))[:, places.to(device)].t()
+    zeros = in_awq_order(unpack_words(_zeros(weights, part, how), how.bits, 1))
     return _by_input(weights, part, how, codes, zeros)
 
 
