@@ -27,7 +27,7 @@ _ROUNDED_AT_ONCE = 2**24
 class _Fp8Codes(QuantisedWeight):
     """W = codes * scales, whatever share a scale.
 
-    codes: fp8 [out, in]. scales: float32 [out, ...]. input_scale: float32 [1], of STATIC activations.
+    codes: fp8 [out, in]. scales: float32 [out, ...]. input_scale: [1], of STATIC activations.
     """
 
     def __init__(

@@ -22,8 +22,13 @@ from modeling.triton_tiles import ProductCut, prefetch, store_tile
 
 Pointer = Any
 
-CUTS = (ProductCut(16, 64, 128, 4, 4, blocks=680), ProductCut(64, 128, 128, 4, 4, blocks=192))
-"""Beyond 64 tokens numbers are made and multiplied by a library."""
+CUTS = (
+    ProductCut(8, 64, 128, 4, 4, blocks=680),
+    ProductCut(16, 64, 128, 4, 4, blocks=680),
+    ProductCut(64, 128, 128, 4, 4, blocks=192),
+)
+"""Eight tokens take the tensor cores' instruction of a warp, more that of four warps. Beyond 64
+numbers are made and multiplied by a library."""
 
 LEAST_CHUNK = 64
 """Inputs: the tensor cores take 16 at a time, a quarter of a chunk."""
@@ -202,7 +207,7 @@ def integer_product(
     chunk, dependent = inputs // chunks, has_dependent_launch(x.device)
     shares = cut.shares(outputs, inputs)
     sums, arrived = product_memory(x.device, torch.cuda.current_stream(x.device).cuda_stream)
-    height = max(16, triton.next_power_of_2(rows))
+    height = max(min(cut.rows, 16), triton.next_power_of_2(rows))
     assembly = {f"ASM{place}": text for place, text in enumerate(_assembly(x.dtype))}
     _launch_integers(
         (x.device, x.dtype, y.dtype, inputs, outputs, height, cut, shares, bias is None, chunk,
