@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from modeling.adapters.kernels.triton_forms import Blocks, Form
 from modeling.adapters.product import EndAdapters, OutputSlice
 from modeling.adapters.projection import ProjectionKind
+from modeling.quantisation.activations import by_token, rounded_by_token
+from sharding.linear_weight import DenseWeight, Operands
 from tests.modeling.adapters.loaded_bank import NUM_LAYERS, Case, fill_bank, truth
 from tests.modeling.attention.test_triton_interpreted import Interpreted
 
@@ -56,6 +59,42 @@ def test_output_rows_beside_plain_adapters_and_the_base(
             data.add(y, x, layer, case.targets)
             torch.testing.assert_close(y.double(), expected, rtol=2e-3, atol=2e-3)
             assert torch.equal(y[of < 0], before[of < 0])
+
+
+class Rounded(DenseWeight):
+    """A matrix of which a launch reads numbers in fp8, as it does on a GPU."""
+
+    def operands(self, x: Tensor) -> Operands:
+        codes, scales = by_token(self.matrix)
+        own, own_scales = by_token(x)
+        return Operands(own, codes, own_scales, scales)
+
+    def plain(self, x: Tensor) -> Tensor:
+        return rounded_by_token(x).double() @ rounded_by_token(self.matrix).double().t()
+
+
+def test_base_products_of_one_launch_with_the_shrink(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from modeling.adapters.kernels import triton_plan
+
+    monkeypatch.setattr(triton_plan, "Launcher", Interpreted)
+    ranks = torch.tensor(RANKS)[:, None, None].repeat(1, 2, NUM_LAYERS)
+    bank = fill_bank([(512, 40), (512, 24)], ranks, torch.float16, CPU, max_rank=32)
+    case = Case(512, (OutputSlice(0, 0), OutputSlice(1, 40)), 64)
+    slots = [-1, 0, 1, 3, 1]
+    plan: Any = triton_plan.TritonPlan(bank, len(slots))
+    plan.update(slots, [1] * len(slots))
+    data = plan.batch(len(slots))
+    x, matrix = torch.randn(len(slots), 512).half(), (torch.randn(64, 512) / 16).half()
+    rounded = Rounded(matrix)
+    dense = x.double() @ matrix.double().t()
+    for weight, plain in ((DenseWeight(matrix), dense), (rounded, rounded.plain(x))):
+        assert data.has_product(x, weight, case.targets)
+        y = torch.full((len(slots), 64), float("nan")).half()
+        data.product(y, x, weight, 0, case.targets)
+        data.add(y, x, 0, case.targets)
+        expected = truth(bank, plain.half(), x, 0, case.targets, torch.tensor(slots))
+        assert float((y.double() - expected).norm() / expected.norm()) < 2e-3
 
 
 @pytest.mark.parametrize("foreign", [True, False])
