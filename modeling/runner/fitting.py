@@ -15,9 +15,6 @@ from sharding.loader import Weights
 
 META = torch.device("meta")
 
-FOUR_BITS = 0.5 + 2 / 128
-"""Bytes of a number of 4 bits: with 16 bits of a scale for 128 of them."""
-
 
 @dataclass(frozen=True)
 class WeightSizes:
@@ -39,10 +36,6 @@ class WeightSizes:
         """Return what they take in fp8, with a float32 scale for each output."""
         return self.linear + 4 * self.outputs + self.others * dtype.itemsize
 
-    def four_bit_bytes(self, dtype: torch.dtype) -> int:
-        """Return what they take in 4 bits, in groups of 128."""
-        return int(self.linear * FOUR_BITS) + self.others * dtype.itemsize
-
 
 def weight_sizes(model: nn.Module) -> WeightSizes:
     """Count a rank's numbers; quantised maps are none of the linear ones."""
@@ -52,15 +45,13 @@ def weight_sizes(model: nn.Module) -> WeightSizes:
     return WeightSizes(linear, sum(each.shape[0] for each in maps), everything - linear)
 
 
-def smaller_forms(sizes: WeightSizes, dtype: torch.dtype, room: int) -> str:
-    """Return the forms in which the weights take at most `room` bytes; "" where there are none."""
-    forms = {
-        "fp8 (model.quantize: fp8)": sizes.fp8_bytes(dtype),
-        "a checkpoint of 4 bits (GPTQ, AWQ)": sizes.four_bit_bytes(dtype),
-    }
-    fitting = [f"{name} {_gb(size)}" for name, size in forms.items() if size <= room]
-    dense = f"weights that take {_gb(sizes.dense_bytes(dtype))} on this rank would take in"
-    return f"{dense} {', in '.join(fitting)}" if sizes.linear and fitting else ""
+def smaller_form(sizes: WeightSizes, dtype: torch.dtype, room: int) -> str:
+    """Return the form in which the weights take at most `room` bytes; "" where there is none."""
+    fp8 = sizes.fp8_bytes(dtype)
+    if not sizes.linear or fp8 > room:
+        return ""
+    dense = _gb(sizes.dense_bytes(dtype))
+    return f"weights that take {dense} on this rank take {_gb(fp8)} in fp8 (model.quantize: fp8)"
 
 
 def too_large(
@@ -77,7 +68,7 @@ def too_large(
     # Built without values, which takes no memory.
     weights = Weights(DummySource(META, dtype), group, dtype, META)
     sizes = weight_sizes(cast(nn.Module, build_model(architecture, weights)))
-    smaller = "" if quantised else smaller_forms(sizes, dtype, free)
+    smaller = "" if quantised else smaller_form(sizes, dtype, free)
     return ValueError(
         f"the model does not fit: {_gb(free)} were free on this rank. Use more ranks "
         f"(tensor_parallel)" + (f", or another form: {smaller}" if smaller else "")

@@ -22,7 +22,7 @@ from modeling.runner.block_tables import BatchSize
 from modeling.runner.cache import choose_cache
 from modeling.runner.captures import GraphSizes, StepGraphs, capture, graph_sizes_of
 from modeling.runner.cuda_graphs import GraphParts
-from modeling.runner.fitting import smaller_forms, weight_sizes
+from modeling.runner.fitting import smaller_form, weight_sizes
 from modeling.runner.forward import PagedForward
 from modeling.runner.input_batch import InputBatch
 from modeling.runner.loading import load_model, total_tokens
@@ -146,7 +146,7 @@ class LoadedPaged(LoadedRunner):
         """Return the forms of weights that would leave so many bytes more."""
         model = self.parts.weights.model
         sizes = weight_sizes(cast(nn.Module, model))
-        smaller = smaller_forms(sizes, model.dtype, sizes.dense_bytes(model.dtype) - lacking)
+        smaller = smaller_form(sizes, model.dtype, sizes.dense_bytes(model.dtype) - lacking)
         return f"; or use another form: {smaller}" if smaller else ""
 
     def allocate(self, num_blocks: int | None = None, record: bool = True) -> ModelRunner:

@@ -14,7 +14,7 @@ from configs.architectures.select import load_architecture
 from configs.architectures.text_stack import decoder_name, outer_paths
 from configs.engine import CacheDType, Device, EngineConfig
 from configs.model import DType, LoadFormat
-from configs.quantisation import Quantisation, WeightFormat
+from configs.quantisation import Activations, Quantisation, WeightFormat
 from modeling.adapters.linear import biased_projections
 from modeling.adapters.norms import norm_projection
 from modeling.adapters.peft_score import score_projection
@@ -138,16 +138,18 @@ def bytes_by_form(model: nn.Module) -> dict[str, int]:
     return forms
 
 
-ONLY_ON_CPUS = (WeightFormat.NF4, WeightFormat.INT8)
-"""Formats of checkpoints that have not been compared on GPUs yet."""
+SERVED_ON_GPUS = (WeightFormat.FP8, WeightFormat.FP8_BLOCKS)
+"""Formats of checkpoints of which whole models were compared on a GPU."""
 
 
 def check_device(stored: Quantisation | None, device: torch.device) -> None:
     """Refuse checkpoints of formats that are not served on the device."""
-    if stored is not None and device.type == "cuda" and stored.format in ONLY_ON_CPUS:
+    if stored is None or device.type != "cuda":
+        return
+    if stored.format not in SERVED_ON_GPUS or stored.activations is Activations.NONE:
         raise ValueError(
-            f"models that {stored.method} quantised are not served on GPUs yet: set device to cpu, "
-            "or give the model before it was quantised and set model.quantize"
+            f"models that {stored.method} quantised as this one are not served on GPUs yet: set "
+            "device to cpu, or give the model before it was quantised and set model.quantize to fp8"
         )
 
 

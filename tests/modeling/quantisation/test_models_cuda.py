@@ -55,12 +55,12 @@ def as_gptq(name: str, matrix: Tensor, act_order: bool = False) -> Tensors:
     order = torch.randperm(inputs) if act_order else torch.arange(inputs)
     rounded = round_groups(matrix[:, order].float(), 4, GROUP)
     codes = rounded._unpacked(slice(None))[:, torch.argsort(order)]
-    zeros = torch.randint(6, 10, rounded.scales.t().shape)
+    zeros = torch.randint(6, 10, rounded.scales.shape)
     shifted = codes.t().int() - 8 + zeros[torch.argsort(order) // GROUP]
     return {
         f"{name}.qweight": _words(shifted.clamp(0, 15).t()).t().contiguous(),
         f"{name}.qzeros": _words(zeros - 1),
-        f"{name}.scales": rounded.scales.t().contiguous().half(),
+        f"{name}.scales": rounded.scales.contiguous().half(),
         f"{name}.g_idx": (torch.argsort(order) // GROUP).int(),
     }
 

@@ -13,7 +13,7 @@ from configs.model import ModelConfig, Quantize
 from modeling.models.select import build_model
 from modeling.quantisation.formats import linear_format
 from modeling.runner import loading
-from modeling.runner.fitting import smaller_forms, too_large, weight_sizes
+from modeling.runner.fitting import smaller_form, too_large, weight_sizes
 from modeling.runner.memory import DeviceMemory, cuda_blocks
 from sharding.checkpoint import DummySource
 from sharding.group import SingleRank
@@ -42,7 +42,6 @@ def test_sizes_are_those_of_built_models(tmp_path: Path) -> None:
     sizes = weight_sizes(dense)
     assert sizes.dense_bytes(DTYPE) == resident(dense)
     assert sizes.fp8_bytes(DTYPE) == resident(fp8)
-    assert sizes.four_bit_bytes(DTYPE) < resident(fp8)
     assert weight_sizes(fp8).linear == 0
 
 
@@ -61,12 +60,9 @@ def test_memory_that_smaller_weights_free_goes_to_the_cache(tmp_path: Path) -> N
 
 def test_forms_are_named_that_fit(tmp_path: Path) -> None:
     sizes = weight_sizes(built(write_llama(tmp_path, **SIZES), Quantize.NONE))
-    fp8, four = sizes.fp8_bytes(DTYPE), sizes.four_bit_bytes(DTYPE)
-    assert "quantize: fp8" in (both := smaller_forms(sizes, DTYPE, fp8))
-    assert "of 4 bits" in both
-    assert "fp8" not in (one := smaller_forms(sizes, DTYPE, four))
-    assert "of 4 bits" in one
-    assert smaller_forms(sizes, DTYPE, four - 1) == ""
+    fp8 = sizes.fp8_bytes(DTYPE)
+    assert "in fp8 (model.quantize: fp8)" in smaller_form(sizes, DTYPE, fp8)
+    assert smaller_form(sizes, DTYPE, fp8 - 1) == ""
 
 
 def test_a_model_that_does_not_fit_says_which_form_would(
