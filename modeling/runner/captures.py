@@ -1,5 +1,6 @@
 """Which steps a runner captures at start, and the memory that they will take."""
 
+import gc
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -68,7 +69,8 @@ class StepGraphs(NamedTuple):
                 return
 
     def record_all(self) -> None:
-        """Record every size."""
+        """Record every size; garbage may hold device memory, so it is collected once before."""
+        gc.collect()
         for _ in counted("sizes of steps recorded", range(self.num_unrecorded)):
             self.record_next()
 
