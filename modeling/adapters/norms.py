@@ -52,6 +52,11 @@ def is_norm(module: nn.Module) -> bool:
     return is_leaf and {"weight"} <= own.keys() <= PARAMETERS and own["weight"].dim() == 1
 
 
+def are_capturable(norms: Iterable[NormModule]) -> bool:
+    """Return whether captured steps can have adapters that bring these norms."""
+    return all(hasattr(norm.module, "rows") for norm in norms)
+
+
 def norm_projection(norms: Iterable[NormModule], width: int) -> Projection | None:
     """Return the parameters of all norms as one projection; None where there are none.
 
@@ -94,7 +99,7 @@ class AdaptedNorms:
         self.capturable = False
         if self._index is None:
             return
-        self.capturable = all(hasattr(norm.module, "rows") for norm in norms)
+        self.capturable = are_capturable(norms)
         numbers = bank.pools[self._index].a.flatten(1)
         known = {each.names[0]: each for each in bank.projections[self._index].vectors}
         for norm in norms:

@@ -40,10 +40,6 @@ pytestmark = [
 NAMES = [BASE, *ADAPTERS]
 CHANGING = ("plain", "dora", "some", "biased", "trained")
 CAPTURED = ("llama_dora", "vocabulary", "llama_norms", "generic_norms")
-WHOLE = {
-    "llama_whole": {"k_proj": 2, "o_proj": 2, "down_proj": 2},
-    "gpt2_whole": {"mlp.c_proj": 2, "c_attn": 2},
-}
 NORMS = ("norms", "plain", "last", "scarce")
 ADAPTERS_BY_TURNS = ("r8", "r24", "patterns")
 
@@ -75,7 +71,6 @@ def make_runner(
             max_device_adapters=10,
             max_rank=64,
             host_bytes=2**26,
-            whole_linears=WHOLE.get(kind[0], {}),
         ),
         **changes,
     )
@@ -90,10 +85,7 @@ KINDS = [
     (("gpt2_dora", "plain"), [BASE, *CHANGING]),
     (("vocabulary", "gqa"), [BASE, *VOCABULARY_ADAPTERS]),
     (("llama_norms", "gqa"), [BASE, *NORMS]),
-    (("gpt2_norms", "plain"), [BASE, *NORMS]),
     (("generic_norms", "qwen3"), [BASE, *NORMS]),
-    (("llama_whole", "gqa"), [BASE, "whole", "plain", "one"]),
-    (("gpt2_whole", "plain"), [BASE, "whole", "plain", "one"]),
 ]
 CAPTURED_KINDS = [each for each in KINDS if each[0][0] in CAPTURED]
 
