@@ -132,12 +132,13 @@ def test_whole_matrices_are_told_to_the_scheduler(model: Path) -> None:
     runner = runner_for(model, OPEN.model_copy(update={"vocabulary_copies": 3}))
     report = runner.report
     tokens = ("embed_tokens.tokens", "lm_head.tokens")
-    assert report.projections[-5:] == ("embed_tokens.whole", "lm_head.whole", *tokens, "score")
-    assert report.pool_pages == (*[40] * 9, 3, 3, *[40] * 3)
+    assert report.projections[-6:-2] == ("embed_tokens.whole", "lm_head.whole", *tokens)
+    assert report.projections[-2:] == ("score", "norms")
+    assert report.pool_pages == (*[40] * 9, 3, 3, *[40] * 3, 10)
     recipe = AdapterRecipe(target_modules=["q_proj"], extra={"modules_to_save": ["lm_head"]})
     folder = write_adapter(model.parent / "whole", model, recipe)
     shape = runner.stage(FetchedAdapter(AdapterKey(2), "b", str(folder), "b"))
-    assert shape.num_pages == (1, *[0] * 9, 1, 0, 0, 0)
+    assert shape.num_pages == (1, *[0] * 9, 1, 0, 0, 0, 0)
     assert shape.host_bytes >= 96 * 32 * 4
 
 
@@ -145,14 +146,14 @@ def test_pools_are_told_to_the_scheduler(model: Path) -> None:
     config = engine_config(model, adapters=OPEN)
     report = load_paged(config, SingleRank(), torch.device("cpu")).allocate().report
     tokens = ("embed_tokens.tokens", "lm_head.tokens")
-    assert report.projections[-5:] == ("embed_tokens", "lm_head", *tokens, "score")
+    assert report.projections[-6:] == ("embed_tokens", "lm_head", *tokens, "score", "norms")
     runner = runner_for(model)
     shape = runner.stage(FetchedAdapter(AdapterKey(1), "a", str(written(model, r=12)), "a"))
-    assert shape.num_pages == (2, 0, 0, 0, 0, 0, 0, 2, 2, 0, 0, 0)
+    assert shape.num_pages == (2, 0, 0, 0, 0, 0, 0, 2, 2, 0, 0, 0, 0)
     recipe = AdapterRecipe(extra={"trainable_token_indices": [*range(9)]})
     folder = write_adapter(model.parent / "tokens", model, recipe)
     shape = runner.stage(FetchedAdapter(AdapterKey(2), "b", str(folder), "b"))
-    assert shape.num_pages == (*[1] * 7, 0, 0, 2, 0, 0)
+    assert shape.num_pages == (*[1] * 7, 0, 0, 2, 0, 0, 0)
     few = runner_for(model, OPEN.model_copy(update={"device_pages": 1}))
     with pytest.raises(AdapterError, match=r"needs 2 pages of embed_tokens\.tokens") as refused:
         few.stage(FetchedAdapter(AdapterKey(2), "b", str(folder), "b"))
