@@ -4,6 +4,7 @@ import asyncio
 import json
 import time
 from collections.abc import Coroutine
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -208,11 +209,16 @@ def test_a_bucket_keeps_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         storage = f"s3://kept/loray?scheme=http&endpoint_override={host}&region=us-east-1"
         world = World(tmp_path, storage)
 
+        def none_is_open() -> bool:
+            with suppress(OSError):  # The test's server cuts off an object that is just removed.
+                return not world.store.open_batches()
+            return False
+
         async def story() -> None:
             id = world.batch([line("a"), line("b")])
             async with world.running():
                 record = await world.until(id, "completed")
-                await when(lambda: not world.store.open_batches())
+                await when(none_is_open)
             assert set(world.results(record.output_file_id)) == {"a", "b"}
 
         run(story())
