@@ -32,7 +32,6 @@ from modeling.adapters.projection import (
     ProjectionKind,
 )
 from modeling.models.generic.cuts import CutPlan
-from modeling.models.generic.fused_experts import fused_experts, fused_router
 from modeling.models.generic.linears import NUMBER
 from modeling.models.generic.names import SourceNames
 from modeling.models.generic.step import CurrentStep
@@ -105,17 +104,12 @@ class RoutedLayers:
         self.projections: tuple[Projection, ...] = tuple(made)
 
     def install(self, step: CurrentStep) -> None:
-        """Let them be computed with the step's adapters, and by our kernels where those fit.
-
-        To be called when the weights were read.
-        """
-        counts: dict[int, Tensor] = {}
+        """Let them be computed with the adapters of the step, once the weights are read."""
         for each in self._experts:
-            module = each.module
-            plain = fused_experts(module, counts) or module.forward
-            module.forward = partial(_experts_adapted, each, step, plain)
+            plain = each.module.forward
+            each.module.forward = partial(_experts_adapted, each, step, plain)
         for each in self._routers:
-            plain = fused_router(each.module) or each.module.forward
+            plain = each.module.forward
             each.module.forward = partial(_route_adapted, each, step, plain)
 
 
