@@ -75,14 +75,13 @@ def config_faults(config: Mapping[str, Any]) -> list[str]:
     """Every fault of Serve's own keys, and of the args and deployments of LoRay's applications."""
     from ray.serve.schema import DeploymentSchema, ServeApplicationSchema, ServeDeploySchema
 
+    found, not_imported = [], ""
     try:
         ServeDeploySchema.model_validate(config)
     except ValueError as error:
         found = faults(error)
-    except (ImportError, AttributeError):
-        found = []  # It imports policies: `_scaling_faults` says which.
-    else:
-        found = []
+    except (ImportError, AttributeError) as error:
+        not_imported = str(error)  # It imports policies and routers.
     http = config.get("http_options")
     port = http.get("port") if isinstance(http, dict) else None
     if isinstance(port, int) and not 0 < port < 65536:
@@ -98,6 +97,8 @@ def config_faults(config: Mapping[str, Any]) -> list[str]:
             found += _unknown_inside(inner, one)
             found += [f"{inner}autoscaling_config: {fault}" for fault in _scaling_faults(one)]
         found += [f"{where}: {fault}" for fault in _app_faults(app)]
+    if not_imported and not any(not_imported in fault for fault in found):
+        found.append(f"it names what cannot be imported: {not_imported}")
     return found
 
 
