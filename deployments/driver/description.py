@@ -113,7 +113,7 @@ def _speculation(config: SpeculationConfig, capacity: Capacity) -> str:
     if config.kind is SpeculationKind.NONE:
         return "none"
     if not capacity.drafts:
-        return f"none: {config.kind.value} needs a paged model on a CPU"
+        return f"none: {config.kind.value} needs a paged model"
     return f"{config.kind.value}, up to {config.max_tokens} tokens"
 
 

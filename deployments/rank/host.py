@@ -176,6 +176,5 @@ def capacity_of(report: RunnerReport) -> Capacity:
         prefix_caching=report.paged,
         rope_sets=report.rope_sets,
         kv_groups=report.kv_groups,
-        # Not on a GPU: rows with drafts have not been run on one yet.
-        drafts=report.paged and not report.device.startswith("cuda"),
+        drafts=report.paged,
     )
