@@ -83,6 +83,11 @@ class LinearWeight(nn.Module, ABC):
         """Return whether there are operands for x [tokens, in]."""
         return False
 
+    @property
+    def is_fast_alone(self) -> bool:
+        """Return whether its own product is the faster one where nothing joins it."""
+        return True
+
     def operands(self, x: Tensor) -> Operands:
         """Return what the product of x reads; call it only if `joins` returned true."""
         raise NotImplementedError
@@ -129,6 +134,11 @@ class DenseWeight(LinearWeight):
     def joins(self, x: Tensor) -> bool:
         """Return whether rows of the matrix lie one after another."""
         return self.matrix.is_contiguous()
+
+    @property
+    def is_fast_alone(self) -> bool:
+        """Return False: libraries read matrices of few tokens more slowly than kernels of ours."""
+        return False
 
     def operands(self, x: Tensor) -> Operands:
         """Return x and the matrix as they are."""

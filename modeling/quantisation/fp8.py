@@ -36,7 +36,7 @@ class _Fp8Codes(QuantisedWeight):
         scales: Tensor,
         activations: Activations,
         dtype: torch.dtype,
-        input_scale: Tensor | None,
+        input_scale: Tensor | None = None,
     ) -> None:
         super().__init__((codes.shape[0], codes.shape[1]), dtype)
         self.codes = self.keep(codes)
@@ -57,19 +57,8 @@ class Fp8Weight(_Fp8Codes):
     codes: fp8 [out, in]. scales: float32 [out, 1].
     """
 
-    def __init__(
-        self,
-        codes: Tensor,
-        scales: Tensor,
-        activations: Activations,
-        dtype: torch.dtype,
-        input_scale: Tensor | None = None,
-    ) -> None:
-        """input_scale: float32 [1], of STATIC activations."""
-        super().__init__(codes, scales, activations, dtype, input_scale)
-        whole = not any(size % SIZES for size in self.shape)
-        self._fits = whole and activations is not Activations.NONE
-        self._taken: tuple[Tensor, Tensor, Tensor] | None = None
+    _taken: tuple[Tensor, Tensor, Tensor] | None = None
+    """x, and x in fp8 with its scales, for one product."""
 
     @property
     def form(self) -> str:
@@ -101,7 +90,9 @@ class Fp8Weight(_Fp8Codes):
 
     def joins(self, x: Tensor) -> bool:
         """Return whether a GPU multiplies fp8 numbers of x and of these weights."""
-        return self._fits and gpu_products(x) is not None
+        fits = not any(size % SIZES for size in self.shape)
+        rounds = self.activations is not Activations.NONE
+        return fits and rounds and gpu_products(x) is not None
 
     def operands(self, x: Tensor) -> Operands:
         """Return x and the weights in fp8."""

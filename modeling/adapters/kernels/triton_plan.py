@@ -207,6 +207,7 @@ class TritonBatch:
             self._product is not None
             and len(targets) <= MAX_TARGETS
             and takes(x)
+            and (self._num_tiles > 0 or not weight.is_fast_alone)
             and weight.joins(x)
         )
 

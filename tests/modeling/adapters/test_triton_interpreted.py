@@ -64,6 +64,8 @@ def test_output_rows_beside_plain_adapters_and_the_base(
 class Rounded(DenseWeight):
     """A matrix of which a launch reads numbers in fp8, as it does on a GPU."""
 
+    is_fast_alone = True
+
     def operands(self, x: Tensor) -> Operands:
         codes, scales = by_token(self.matrix)
         own, own_scales = by_token(x)
@@ -95,6 +97,9 @@ def test_base_products_of_one_launch_with_the_shrink(monkeypatch: pytest.MonkeyP
         data.add(y, x, 0, case.targets)
         expected = truth(bank, plain.half(), x, 0, case.targets, torch.tensor(slots))
         assert float((y.double() - expected).norm() / expected.norm()) < 2e-3
+    base = plan.batch(len(slots), 0)
+    assert not base.has_product(x, rounded, case.targets), "nothing joins the product"
+    assert base.has_product(x, DenseWeight(matrix), case.targets)
 
 
 @pytest.mark.parametrize("foreign", [True, False])

@@ -20,8 +20,10 @@ from configs.engine import AttentionKind, CacheConfig, Device, LimitsConfig
 from configs.model import DType, ModelConfig, Quantize
 from configs.quantisation import Activations
 from modeling.quantisation.activations import BLOCK
-from modeling.quantisation.fp8 import round_blocks
+from modeling.quantisation.bits_and_bytes import round_int8
+from modeling.quantisation.fp8 import round_blocks, round_rows
 from modeling.quantisation.integers import round_groups
+from modeling.runner import loading
 from modeling.runner.load_paged import load_paged
 from modeling.runner.loading import pick_device
 from modeling.runner.paged import ModelRunner
@@ -49,6 +51,12 @@ def as_blocks(name: str, matrix: Tensor) -> Tensors:
     return {f"{name}.weight": made.codes.data, f"{name}.weight_scale_inv": made.scales[::BLOCK]}
 
 
+def as_channels(name: str, matrix: Tensor) -> Tensors:
+    """fp8 with a scale for each output, as compressed-tensors has it."""
+    made = round_rows(matrix, matrix.abs().amax(1).float(), torch.bfloat16)
+    return {f"{name}.weight": made.codes.data, f"{name}.weight_scale": made.scales.data}
+
+
 def as_gptq(name: str, matrix: Tensor, act_order: bool = False) -> Tensors:
     """4 bits as GPTQ packs them, with zero points; act-order: groups lie in no order."""
     inputs = matrix.shape[1]
@@ -63,6 +71,41 @@ def as_gptq(name: str, matrix: Tensor, act_order: bool = False) -> Tensors:
         f"{name}.scales": rounded.scales.contiguous().half(),
         f"{name}.g_idx": (torch.argsort(order) // GROUP).int(),
     }
+
+
+NF4 = (
+    "-1 -0.6961928009986877 -0.5250730514526367 -0.39491748809814453 -0.28444138169288635 "
+    "-0.18477343022823334 -0.09105003625154495 0 0.07958029955625534 0.16093020141124725 "
+    "0.24611230194568634 0.33791524171829224 0.44070982933044434 0.5626170039176941 "
+    "0.7229568362236023 1"
+)
+"""The package's numbers: it may not be installed beside a GPU."""
+
+
+def as_nf4(name: str, matrix: Tensor) -> Tensors:
+    """4 bits as bitsandbytes packs them."""
+    table, parts = torch.tensor([float(n) for n in NF4.split()]), matrix.float().view(-1, 64)
+    largest = parts.abs().amax(1)
+    codes = ((parts / largest[:, None])[..., None] - table).abs().argmin(-1).flatten()
+    state = {
+        "quant_type": "nf4",
+        "blocksize": 64,
+        "dtype": "bfloat16",
+        "shape": list(matrix.shape),
+    }
+    text = json.dumps(state).encode()
+    return {
+        f"{name}.weight": (codes[0::2] << 4 | codes[1::2]).to(torch.uint8)[:, None],
+        f"{name}.weight.absmax": largest,
+        f"{name}.weight.quant_map": table,
+        f"{name}.weight.quant_state.bitsandbytes__nf4": torch.tensor(list(text)).to(torch.uint8),
+    }
+
+
+def as_int8(name: str, matrix: Tensor) -> Tensors:
+    """8 bits as bitsandbytes has them."""
+    made = round_int8(matrix, matrix.abs().amax(1).float(), torch.bfloat16)
+    return {f"{name}.weight": made.codes.data, f"{name}.SCB": made.scales.data}
 
 
 def _words(codes: Tensor) -> Tensor:
@@ -83,6 +126,16 @@ FORMS: dict[str, tuple[Callable[[str, Tensor], Tensors] | None, dict[str, Any]]]
             "activation_scheme": "dynamic",
         },
     ),
+    "activations as they are": (
+        as_channels,
+        {
+            "quant_method": "compressed-tensors",
+            "quantization_status": "compressed",
+            "config_groups": {
+                "group_0": {"weights": {"type": "float", "num_bits": 8, "strategy": "channel"}}
+            },
+        },
+    ),
     "4 bits": (
         as_gptq,
         {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": False},
@@ -91,6 +144,11 @@ FORMS: dict[str, tuple[Callable[[str, Tensor], Tensors] | None, dict[str, Any]]]
         lambda name, matrix: as_gptq(name, matrix, act_order=True),
         {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True, "sym": False},
     ),
+    "nf4": (
+        as_nf4,
+        {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+    ),
+    "8 bits": (as_int8, {"quant_method": "bitsandbytes", "load_in_8bit": True}),
 }
 """How a matrix is stored, and what config.json says; None: it is rounded at load."""
 
@@ -146,7 +204,14 @@ def bounded(ours: Errors, reference: Errors) -> bool:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_models(form: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_models(
+    form: str,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Formats are compared before they are served.
+    monkeypatch.setattr(loading, "check_device", lambda *_: None)
     model, adapter = write(tmp_path, form)
     found: dict[str, Tensor] = {}
     lines, far = [], []
@@ -166,7 +231,7 @@ def test_models(form: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) ->
                 truth, reference = found[f"truth{slot}"], found[f"reference{slot}"]
                 theirs, own = errors(reference, truth), errors(said, truth)
                 way = f"{'base' if slot < 0 else 'adapter':8}{'decode' if decode else 'prefill':8}"
-                lines.append(f"{form:14}{way}{own}  (reference: {theirs})")
+                lines.append(f"{form:24}{way}{own}  (reference: {theirs})")
                 if not bounded(own, theirs):
                     far.append(lines[-1])
     assert runner.num_captured, "no step was captured"
