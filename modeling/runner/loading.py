@@ -153,6 +153,10 @@ def check_device(stored: Quantisation | None, device: torch.device) -> None:
         )
 
 
+CHANGES_ON_GPUS = False
+"""Whether adapters may bring whole linear maps, and norms other than RMS norms, on GPUs."""
+
+
 def with_other_models(
     model: PagedModel, architecture: ModelArchitecture, whole_linears: Mapping[str, int]
 ) -> tuple[Projection, ...]:
@@ -173,7 +177,7 @@ def with_other_models(
             others += (each.module.partition(".")[2],)
         aliases = (*each.aliases, *others)
         named.append(replace(each, aliases=aliases, has_bias=each.has_bias or index in biased))
-    on_gpu = model.device.type == "cuda"
+    on_gpu = model.device.type == "cuda" and not CHANGES_ON_GPUS
     if whole_linears and on_gpu:
         raise ValueError("adapters.whole_linears is not served on GPUs yet: set device to cpu")
     whole = whole_projections(model.projections, whole_linears)

@@ -11,6 +11,7 @@ from configs.engine import AttentionKind, CacheConfig, CudaGraphs, Device, Limit
 from configs.model import DType, ModelConfig
 from configs.wire.adapters import AdapterKey, FetchedAdapter
 from configs.wire.sampling import Sampling
+from modeling.runner import loading
 from modeling.runner.load_paged import load_paged
 from modeling.runner.loading import pick_device
 from modeling.runner.paged import ModelRunner
@@ -30,6 +31,7 @@ from tests.modeling.parity import (
 )
 from tests.modeling.prompts import Prompts, check_answers, prompt_of, questions
 from tests.modeling.stepping import Asked, generate
+from tests.modeling.test_parity_whole import NAMES as WHOLE_LINEARS
 from tests.oracle import NUM_TOKENS, prompt_truth
 
 pytestmark = [
@@ -71,6 +73,8 @@ def make_runner(
             max_device_adapters=10,
             max_rank=64,
             host_bytes=2**26,
+            whole_linears=dict.fromkeys(WHOLE_LINEARS.get(kind, ()), 5),
+            vocabulary_copies=int(kind[0] == "longlora"),
         ),
         **changes,
     )
@@ -88,6 +92,12 @@ KINDS = [
     (("generic_norms", "qwen3"), [BASE, *NORMS]),
 ]
 CAPTURED_KINDS = [each for each in KINDS if each[0][0] in CAPTURED]
+LAUNCHED_KINDS = [
+    *((kind, [BASE, "whole", "one", "plain"]) for kind in WHOLE_LINEARS),
+    (("gpt2_norms", "plain"), [BASE, *NORMS, "biases"]),
+    (("longlora", "gemma2_untied"), [BASE, "longlora", "plain"]),
+]
+"""What captured steps leave as it is: steps of others are captured beside."""
 
 
 @pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")
@@ -115,8 +125,31 @@ def test_logprobs_of_captured_steps_are_the_oracles(
     world: World, kind: tuple[str, str], names: list[str]
 ) -> None:
     """In float32, so that nothing but an error can make a difference; all steps are replays."""
-    graphs: dict[str, Any] = {"attention": AttentionKind.TRITON, "cuda_graphs": CudaGraphs.ALL}
-    runner = make_runner(world, kind=kind, **graphs)
+    runner = compare_logprobs(world, kind, names, CudaGraphs.ALL)
+    assert runner.num_captured == runner.num_steps > NUM_TOKENS
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # PEFT's, of biases
+@pytest.mark.parametrize(("kind", "names"), LAUNCHED_KINDS)
+def test_logprobs_of_launched_steps_are_the_oracles(
+    world: World, kind: tuple[str, str], names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "CHANGES_ON_GPUS", True)
+    runner = compare_logprobs(world, kind, names, CudaGraphs.ALL)
+    assert 0 < runner.num_captured < runner.num_steps - NUM_TOKENS
+
+
+@pytest.mark.parametrize("kind", [("llama_norms", "gqa"), ("generic_norms", "qwen3")])
+def test_logprobs_of_norms_that_are_launched(world: World, kind: tuple[str, str]) -> None:
+    runner = compare_logprobs(world, kind, [BASE, *NORMS], CudaGraphs.NONE)
+    assert not runner.num_captured
+
+
+def compare_logprobs(
+    world: World, kind: tuple[str, str], names: list[str], graphs: CudaGraphs
+) -> ModelRunner:
+    """All in one batch, prompts in chunks beside rows that decode; the runner that answered."""
+    runner = make_runner(world, kind=kind, attention=AttentionKind.TRITON, cuda_graphs=graphs)
     poison(runner)
     folders = [world.adapter(*kind, name) for name in names]
     place_all(runner, [folder for folder in folders if folder is not None])
@@ -127,9 +160,9 @@ def test_logprobs_of_captured_steps_are_the_oracles(
         for i, (prompt, _) in enumerate(told)
     ]
     answers = generate(runner, requests, 64, 16)
-    assert runner.num_captured == runner.num_steps > NUM_TOKENS
     seen = Comparison(Setting(*kind, ranks=1, names=names), "")
     judge(seen, [answers], [truth for _, truth in told])
+    return runner
 
 
 def test_sampled_tokens_are_those_of_the_cpu(world: World) -> None:
