@@ -89,7 +89,7 @@ KINDS = [
     (("gpt2_dora", "plain"), [BASE, *CHANGING]),
     (("vocabulary", "gqa"), [BASE, *VOCABULARY_ADAPTERS]),
     (("llama_norms", "gqa"), [BASE, *NORMS]),
-    (("generic_norms", "qwen3"), [BASE, *NORMS]),
+    (("generic_norms", "olmo2"), [BASE, *NORMS]),
 ]
 CAPTURED_KINDS = [each for each in KINDS if each[0][0] in CAPTURED]
 LAUNCHED_KINDS = [
@@ -139,7 +139,7 @@ def test_logprobs_of_launched_steps_are_the_oracles(
     assert 0 < runner.num_captured < runner.num_steps - NUM_TOKENS
 
 
-@pytest.mark.parametrize("kind", [("llama_norms", "gqa"), ("generic_norms", "qwen3")])
+@pytest.mark.parametrize("kind", [("llama_norms", "gqa"), ("generic_norms", "olmo2")])
 def test_logprobs_of_norms_that_are_launched(world: World, kind: tuple[str, str]) -> None:
     runner = compare_logprobs(world, kind, [BASE, *NORMS], CudaGraphs.NONE)
     assert not runner.num_captured

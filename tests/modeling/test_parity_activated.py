@@ -128,7 +128,7 @@ def note(world: World, setting: Setting, model: Path) -> Comparison:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(
-    ("family", "variant"), [("llama", "gqa"), ("gpt2", "plain"), ("generic", "qwen3")]
+    ("family", "variant"), [("llama", "gqa"), ("gpt2", "plain"), ("generic", "olmo2")]
 )
 def test_mixed_batches(world: World, family: str, variant: str, ranks: int) -> None:
     """In chunks that cut the invocation, beside the base and a plain adapter."""

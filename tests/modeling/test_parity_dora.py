@@ -14,7 +14,7 @@ from modeling.adapters.row_norms import RowNorms
 from modeling.adapters.stacks import LoraStack
 from tests.modeling.parity import BASE, WHOLE, Setting, World, compare, expect_mismatch
 
-FIRST = {"llama_dora": "gqa", "gpt2_dora": "plain", "generic_dora": "qwen3"}
+FIRST = {"llama_dora": "gqa", "gpt2_dora": "plain", "generic_dora": "olmo2"}
 """The families that are tried in every way, and a variant of each."""
 
 OTHERS = [

@@ -29,10 +29,10 @@ from tests.modeling.test_parity_peft import check_served
 # PEFT looks for patterns of parameters among modules, and warns that it found none.
 pytestmark = pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")
 
-PARAMETERS = {"llama_parameters": "gqa", "gpt2_parameters": "plain", "generic_parameters": "qwen3"}
+PARAMETERS = {"llama_parameters": "gqa", "gpt2_parameters": "plain", "generic_parameters": "olmo2"}
 TOKENS = [
     *(("llama_tokens", "odd_vocab"), ("llama_tokens", "odd_vocab_tied")),
-    *(("gpt2_tokens", "plain"), ("generic_tokens", "qwen3")),
+    *(("gpt2_tokens", "plain"), ("generic_tokens", "olmo2")),
 ]
 ROWS = ["tokens", BASE, "embedding", "both", "plain", "head"]
 MIXED = ["parameters", BASE, "some", "plain"]

@@ -28,7 +28,7 @@ from tests.modeling.parity import (
     expect_mismatch,
 )
 
-VARIANTS = {"llama_norms": "gqa", "gpt2_norms": "plain", "generic_norms": "qwen3"}
+VARIANTS = {"llama_norms": "gqa", "gpt2_norms": "plain", "generic_norms": "olmo2"}
 MIXED = ["norms", BASE, "last", "plain", "scarce"]
 FILE = "adapter_model.safetensors"
 NORM = "base_model.model.model.norm.weight"

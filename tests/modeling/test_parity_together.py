@@ -37,7 +37,7 @@ def clear_prompt(world: World, family: str, variant: str, tail: int) -> tuple[li
         ("llama", "gqa", 2),
         ("gpt2", "plain", 1),
         ("generic", "gemma2", 1),
-        ("generic", "qwen3", 2),
+        ("generic", "olmo2", 2),
     ],
 )
 def test_the_answers_are_those_of_each_alone(

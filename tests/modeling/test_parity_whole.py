@@ -28,7 +28,7 @@ from tests.modeling.parity import (
 NAMES = {
     ("llama_whole", "gqa"): ("k_proj", "o_proj", "down_proj"),
     ("gpt2_whole", "plain"): ("mlp.c_proj", "c_attn"),
-    ("generic_whole", "qwen3"): ("gate_proj", "v_proj", "down_proj"),
+    ("generic_whole", "olmo2"): ("gate_proj", "v_proj", "down_proj"),
 }
 FILE = "adapter_model.safetensors"
 WEIGHT = "base_model.model.model.layers.0.self_attn.o_proj.weight"
