@@ -126,7 +126,15 @@ GENERIC_ADAPTERS = {
     "r8": AdapterRecipe(r=8, alpha=16.0, target_modules=(*COLUMNS, *ROWS), seed=12, std=0.05),
     "columns": AdapterRecipe(r=5, target_modules=COLUMNS, std=0.1, seed=16),
     "rows": AdapterRecipe(r=6, target_modules=ROWS, std=0.1, seed=17),
-}
+    "patterns": AdapterRecipe(
+        r=4, target_modules=(*COLUMNS, *ROWS), use_rslora=True, seed=18, std=0.05,
+        extra={
+            "layers_to_transform": [1, 3],
+            "rank_pattern": {"v_proj": 12},
+            "alpha_pattern": {"o_proj": 3},
+        },
+    ),
+}  # fmt: skip
 
 MIXTURES = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "glm4_moe", "granitemoe")
 """Types whose feed-forward is a mixture of experts."""
@@ -135,6 +143,13 @@ GENERIC_ENDS = {
     "everything": AdapterRecipe(
         r=4, target_modules=(*COLUMNS, *ROWS, "embed_tokens", "lm_head"), seed=23, std=0.05,
         save_embeddings=True,
+    ),
+    "whole": AdapterRecipe(
+        r=4, target_modules=("q_proj", "o_proj"), seed=24,
+        extra={"modules_to_save": ["embed_tokens", "lm_head"]},
+    ),
+    "whole_head": AdapterRecipe(
+        r=4, target_modules=("down_proj",), seed=25, extra={"modules_to_save": ["lm_head"]}
     ),
 }  # fmt: skip
 """For servers whose adapters may change embedding and head."""

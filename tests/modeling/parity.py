@@ -374,7 +374,8 @@ class Setting:
     the first request is preempted, each other one token later; None for never. lengths: of the
     prompts, in tokens, under the real scheduler, its prefix cache and all; (): hand-made batches of
     other lengths. lost_at: after how many turns of that the ranks are lost and rebuilt. blocks: of
-    the cache; None: more than are needed. linears: of which adapters may bring whole maps.
+    the cache; None: more than are needed. linears: of which adapters may bring whole maps. hits: prompts
+    that the prefix cache must know, at least.
     """
 
     family: str
@@ -389,6 +390,7 @@ class Setting:
     lost_at: int | None = None
     blocks: int | None = None
     linears: Sequence[str] = ()
+    hits: int = 0
 
 
 @dataclass
@@ -554,7 +556,10 @@ def answers_scheduled(
         return load_paged(config, group, torch.device("cpu")).allocate()
 
     chunk = min(setting.chunk, config.limits.max_step_tokens // 2)
-    return generate_scheduled(Ranks(start, adapters, chunk, group), requests, setting.lost_at)
+    ranks = Ranks(start, adapters, chunk, group)
+    answers = generate_scheduled(ranks, requests, setting.lost_at)
+    assert sum(ended.cached_tokens > 0 for ended in ranks.ended.values()) >= setting.hits
+    return answers
 
 
 def judge(seen: Comparison, results: Sequence[Sequence[Answer]], truths: Sequence[Truth]) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +28,6 @@ from tests.modeling.parity import (
     BASE,
     BLOCK_SIZE,
     FAMILIES,
-    Comparison,
     Setting,
     World,
     answers_by_hand,
@@ -93,9 +93,10 @@ def clear_prompt(
 
 
 def asked_and_told(
-    world: World, family: str, variant: str, cases: Sequence[Case]
+    world: World, setting: Setting, cases: Sequence[Case]
 ) -> tuple[Path, list[Path], list[Asked], list[Truth]]:
-    model = world.model(family, variant)
+    family, again = setting.family, setting.rejoins_at
+    model = world.model(family, setting.variant)
     own = recipes(family)
     folders = [model.parent / f"activation-{name}" for name in own]
     for folder, recipe in zip(folders, own.values(), strict=True):
@@ -115,15 +116,23 @@ def asked_and_told(
             )
         start = active_from(prompt, INVOCATION) if is_activated else 0
         whole = Sampling(logprobs=answer.logits.shape[1])
-        requests.append(
-            Asked(prompt, NUM_TOKENS, slot, whole, chunk=4 + i, joins_at=2 * i, active_from=start)
-        )
+        rejoins = None if again is None else again + i
+        when = (setting.chunk + i, 2 * i, rejoins, start)
+        requests.append(Asked(prompt, NUM_TOKENS, slot, whole, *when))
         told.append(answer)
     return model, folders, requests, told
 
 
-def note(world: World, setting: Setting, model: Path) -> Comparison:
-    return world.record.begin(setting, model)
+def compare_cases(
+    world: World, model: tuple[str, str], ranks: int, cases: Sequence[Case], **more: Any
+) -> None:
+    """As `compare`, for prompts with invocations; more: of `Setting`."""
+    setting = Setting(*model, ranks, [name for name, *_ in cases], **{"chunk": 4, **more})
+    folder, adapters, requests, told = asked_and_told(world, setting, cases)
+    answer = partial(answers_scheduled, setting) if setting.lengths else answers_by_hand
+    seen = world.record.begin(setting, folder)
+    found = world.run(ranks, partial(answer, engine_config(folder), adapters, requests))
+    judge(seen, found, told)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -132,20 +141,14 @@ def note(world: World, setting: Setting, model: Path) -> Comparison:
 )
 def test_mixed_batches(world: World, family: str, variant: str, ranks: int) -> None:
     """In chunks that cut the invocation, beside the base and a plain adapter."""
-    model, folders, requests, told = asked_and_told(world, family, variant, CASES)
-    setting = Setting(family, variant, ranks, [name for name, *_ in CASES])
-    answer = partial(answers_by_hand, engine_config(model), folders, requests)
-    judge(note(world, setting, model), world.run(ranks, answer), told)
+    compare_cases(world, (family, variant), ranks, CASES)
 
 
 @pytest.mark.parametrize("lost_at", [None, 14])
 def test_under_the_scheduler(world: World, lost_at: int | None) -> None:
     """With its prefix cache, and after a loss of the ranks."""
     cases = [*CASES, ("activated", 23, 11), (BASE, 23, None)]
-    model, folders, requests, told = asked_and_told(world, "llama", "gqa", cases)
-    setting = Setting("llama", "gqa", 1, [name for name, *_ in cases], lengths=[8], lost_at=lost_at)
-    answer = partial(answers_scheduled, setting, engine_config(model), folders, requests)
-    judge(note(world, setting, model), world.run(1, answer), told)
+    compare_cases(world, ("llama", "gqa"), 1, cases, lengths=[8], lost_at=lost_at)
 
 
 def run_one(ranks: Ranks, index: int, asked: Asked) -> int:

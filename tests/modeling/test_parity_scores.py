@@ -22,10 +22,19 @@ from tests.checkpoints_scores import (
     write_feature_adapter,
     write_score_adapter,
 )
-from tests.modeling.parity import BLOCK_SIZE, NUM_BLOCKS, World, engine_config, place_all, poison
+from tests.modeling.parity import (
+    BASE,
+    BLOCK_SIZE,
+    NUM_BLOCKS,
+    Setting,
+    World,
+    engine_config,
+    place_all,
+    poison,
+)
 from tests.modeling.prompts import prompt_of
 from tests.modeling.stepping import Answer, Asked, generate
-from tests.oracle import TOLERANCE, final_states, truth
+from tests.oracle import TOLERANCE, final_states, prompt_truth
 from tests.ranks import run_in_memory, run_ranks
 
 VOCAB = 96
@@ -51,13 +60,21 @@ def answers_of(
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_adapters_with_heads_beside_generation(world: World, tmp_path: Path, ranks: int) -> None:
+def test_adapters_with_heads_beside_generation(world: World, ranks: int) -> None:
+    compare_heads(world, ("llama", "gqa"), ranks)
+
+
+def compare_heads(world: World, kind: tuple[str, str], ranks: int) -> None:
     """Over a model that generates: heads of 3 and 11 labels, other adapters, and the base."""
-    model = world.model("llama", "gqa")
-    heads = [write_score_adapter(tmp_path / str(n), model, n) for n in (3, 11)]
-    other = world.adapter("llama", "gqa", "r8")
+    model = world.model(*kind)
+    heads = [model.parent / f"labels-{n}" for n in (3, 11)]
+    for head, labels in zip(heads, (3, 11), strict=True):
+        if not head.exists():
+            write_score_adapter(head, model, labels)
+    other = world.adapter(*kind, "rows")
     assert other is not None
-    prompts = [prompt_of(9 + 5 * i, VOCAB) for i in range(3)]
+    told = [prompt_truth(model, folder, 9 + 5 * i) for i, folder in enumerate((other, None))]
+    prompts = [*(prompt for prompt, _ in told), prompt_of(19, VOCAB)]
     asked = [
         Asked(prompts[0], 5, 2, Sampling(), 4),
         *[
@@ -70,14 +87,16 @@ def test_adapters_with_heads_beside_generation(world: World, tmp_path: Path, ran
     ]
     run = partial(answers_of, engine_config(model), [*heads, other], asked)
     models = [adapted_classifier(model, head) for head in heads]
+    seen = world.record.begin(Setting(*kind, ranks, ["score", BASE]), model)
     for answers in run_ranks(ranks, run):
-        assert answers[0].tokens == truth(model, other, prompts[0]).tokens[:5]
-        assert answers[7].tokens == truth(model, None, prompts[1]).tokens[:5]
-        assert not any(told.embedding for told in answers[8].prompts)
+        assert answers[0].tokens == told[0][1].tokens[:5]
+        assert answers[7].tokens == told[1][1].tokens[:5]
+        assert not any(one.embedding for one in answers[8].prompts)
         for question, answer in zip(asked[1:7], answers[1:7], strict=True):
             expected = scores(models[question.slot], question.prompt)
             assert expected.std() > 100 * TOLERANCE
             torch.testing.assert_close(vector_of(answer), expected, atol=TOLERANCE, rtol=0)
+    seen.right |= {"score", BASE}
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "gpt_neox"])
