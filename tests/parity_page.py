@@ -9,8 +9,22 @@ from dataclasses import dataclass, field
 import peft
 
 from modeling.adapters.peft_config import HARMLESS_INITS, IGNORED, REFUSED, SERVED
+from tests.modeling.kinds import KINDS, MODELS
 from tests.modeling.parity import WHOLE, Comparison, Setting
 from tests.oracle import MIN_MARGIN, MIN_SHIFT, NUM_TOKENS, TOLERANCE
+
+KIND_WAYS = ("alone", "mixed", "in chunks", "preempted", "prefix hits")
+KIND_OF = {
+    **{
+        (family, name): kind
+        for kind, each in KINDS.items()
+        for (family, _), names in each.names.items()
+        for name in names
+    },
+    **{(family, "activated"): "aLoRA" for family, _ in MODELS},
+    **{(family, "score"): "classification head" for family, _ in MODELS},
+}
+"""Kinds of adapters in the table, by family and name."""
 
 PADDED = "padded"
 """What the settings of models without a paged implementation call their family."""
@@ -151,11 +165,20 @@ class Fault:
     noticed: bool
 
 
+KindCell = tuple[str, str, str]
+"""A kind of adapter, the model's class, and one of KIND_WAYS."""
+
+
 @dataclass
 class Outcome:
-    """All that a run compared. cells: whether each is right. failed: tests wrong otherwise."""
+    """All that a run compared.
+
+    cells: whether each is right. kinds: whether kinds of adapters are, by ranks. failed: tests
+    wrong otherwise.
+    """
 
     cells: dict[Cell, bool] = field(default_factory=dict)
+    kinds: dict[KindCell, dict[int, bool]] = field(default_factory=dict)
     faults: list[Fault] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     error: float = 0.0
@@ -167,6 +190,11 @@ class Outcome:
         for name in setting.names:
             cell = Cell(setting.family == PADDED, model, way(setting), setting.ranks, name)
             self.cells[cell] = self.cells.get(cell, True) and name in seen.right
+            for told in ways_of_kind(setting) if (setting.family, name) in KIND_OF else ():
+                known = self.kinds.setdefault(
+                    (KIND_OF[setting.family, name], seen.architecture, told), {}
+                )
+                known[setting.ranks] = known.get(setting.ranks, True) and name in seen.right
         self.error = max(self.error, seen.error)
         return seen.right >= set(setting.names)
 
@@ -197,6 +225,27 @@ def way(setting: Setting) -> str:
     if setting.linears:
         parts.append("linear maps replaced")
     return ", ".join(parts)
+
+
+def ways_of_kind(setting: Setting) -> list[str]:
+    """Which of KIND_WAYS a setting is."""
+    is_mixed = len(setting.names) > 1
+    said = [not is_mixed, is_mixed, setting.chunk < WHOLE, setting.rejoins_at is not None]
+    return [w for w, holds in zip(KIND_WAYS, [*said, setting.hits > 0], strict=True) if holds]
+
+
+def kinds_table(kinds: Mapping[KindCell, Mapping[int, bool]]) -> str:
+    """One row for each kind and model: the ranks on which each way is right."""
+    rows = [
+        [kind, model, *(_ranks(kinds.get((kind, model, told), {})) for told in KIND_WAYS)]
+        for kind in dict.fromkeys(KIND_OF.values())
+        for model in dict.fromkeys(model for own, model, _ in kinds if own == kind)
+    ]
+    return table(["adapter", "model", *KIND_WAYS], rows)
+
+
+def _ranks(right: Mapping[int, bool]) -> str:
+    return ", ".join(str(n) if right[n] else f"**{n} wrong**" for n in sorted(right))
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -233,7 +282,9 @@ def outcome_text(outcome: Outcome) -> str:
     """All tables of outcomes."""
     paged = {cell: right for cell, right in outcome.cells.items() if not cell.padded}
     padded = {cell: right for cell, right in outcome.cells.items() if cell.padded}
-    parts = ["## Paged models\n", cells_table(paged), "## Padded models\n"]
+    parts = ["## Kinds of adapters\n", "On how many ranks each is right.\n"]
+    parts += [kinds_table(outcome.kinds)]
+    parts += ["## Paged models\n", cells_table(paged), "## Padded models\n"]
     parts += ["transformers' own code, batched by padding; on one rank.\n", cells_table(padded)]
     parts += ["## Faults on purpose\n", "Each breaks the code; the comparison must notice.\n"]
     parts += [faults_table(outcome.faults)]

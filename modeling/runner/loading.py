@@ -16,7 +16,7 @@ from configs.engine import CacheDType, Device, EngineConfig
 from configs.model import DType, LoadFormat
 from configs.quantisation import Activations, Quantisation, WeightFormat
 from modeling.adapters.linear import biased_projections
-from modeling.adapters.norms import are_capturable, norm_projection
+from modeling.adapters.norms import norm_projection
 from modeling.adapters.peft_score import score_projection
 from modeling.adapters.projection import ROUTED_KINDS, Projection, ProjectionKind
 from modeling.adapters.whole_linears import whole_projections
@@ -153,10 +153,6 @@ def check_device(stored: Quantisation | None, device: torch.device) -> None:
         )
 
 
-CHANGES_ON_GPUS = False
-"""Whether adapters may bring whole linear maps, and norms other than RMS norms, on GPUs."""
-
-
 def with_other_models(
     model: PagedModel, architecture: ModelArchitecture, whole_linears: Mapping[str, int]
 ) -> tuple[Projection, ...]:
@@ -177,14 +173,8 @@ def with_other_models(
             others += (each.module.partition(".")[2],)
         aliases = (*each.aliases, *others)
         named.append(replace(each, aliases=aliases, has_bias=each.has_bias or index in biased))
-    on_gpu = model.device.type == "cuda" and not CHANGES_ON_GPUS
-    if whole_linears and on_gpu:
-        raise ValueError("adapters.whole_linears is not served on GPUs yet: set device to cpu")
     whole = whole_projections(model.projections, whole_linears)
-    norms = None
-    # On a GPU only norms that captured steps know were compared with PEFT.
-    if not on_gpu or are_capturable(model.norms()):
-        norms = norm_projection(model.norms(), model.width)
+    norms = norm_projection(model.norms(), model.width)
     named += [*whole, score_projection(model.width)]
     if norms is None:
         return tuple(named)

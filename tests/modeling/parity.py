@@ -374,8 +374,8 @@ class Setting:
     the first request is preempted, each other one token later; None for never. lengths: of the
     prompts, in tokens, under the real scheduler, its prefix cache and all; (): hand-made batches of
     other lengths. lost_at: after how many turns of that the ranks are lost and rebuilt. blocks: of
-    the cache; None: more than are needed. linears: of which adapters may bring whole maps. hits: prompts
-    that the prefix cache must know, at least.
+    the cache; None: more than are needed. linears: of which adapters may bring whole maps.
+    hits: prompts that the prefix cache must know, at least.
     """
 
     family: str

@@ -11,12 +11,12 @@ from configs.engine import AttentionKind, CacheConfig, CudaGraphs, Device, Limit
 from configs.model import DType, ModelConfig
 from configs.wire.adapters import AdapterKey, FetchedAdapter
 from configs.wire.sampling import Sampling
-from modeling.runner import loading
 from modeling.runner.load_paged import load_paged
 from modeling.runner.loading import pick_device
 from modeling.runner.paged import ModelRunner
 from modeling.sampling import prompt_scores as prompts
 from sharding.group import SingleRank
+from tests.modeling.kinds import WHOLE_LINEARS
 from tests.modeling.parity import (
     ADAPTERS,
     BASE,
@@ -31,7 +31,6 @@ from tests.modeling.parity import (
 )
 from tests.modeling.prompts import Prompts, check_answers, prompt_of, questions
 from tests.modeling.stepping import Asked, generate
-from tests.modeling.test_parity_whole import NAMES as WHOLE_LINEARS
 from tests.oracle import NUM_TOKENS, prompt_truth
 
 pytestmark = [
@@ -132,9 +131,8 @@ def test_logprobs_of_captured_steps_are_the_oracles(
 @pytest.mark.filterwarnings("ignore::UserWarning")  # PEFT's, of biases
 @pytest.mark.parametrize(("kind", "names"), LAUNCHED_KINDS)
 def test_logprobs_of_launched_steps_are_the_oracles(
-    world: World, kind: tuple[str, str], names: list[str], monkeypatch: pytest.MonkeyPatch
+    world: World, kind: tuple[str, str], names: list[str]
 ) -> None:
-    monkeypatch.setattr(loading, "CHANGES_ON_GPUS", True)
     runner = compare_logprobs(world, kind, names, CudaGraphs.ALL)
     assert 0 < runner.num_captured < runner.num_steps - NUM_TOKENS
 

@@ -8,6 +8,7 @@ from tests.parity_page import (
     Fault,
     Outcome,
     cells_table,
+    kinds_table,
     oracle_table,
     page,
     peft_table,
@@ -87,6 +88,9 @@ def test_cells_are_counted_once_and_stay_wrong() -> None:
         "| Llama | gqa | mixed, in chunks, preempted |  | 1/2 |",
         "| Llama | gqa | alone, whole | 1/1 |  |",
     ]
+    wrong = "**2 wrong** | " * 3
+    row = f"| LoRA, rsLoRA, patterns, some layers | Llama | 1 | {wrong} |"
+    assert kinds_table(outcome.kinds).splitlines()[2:] == [row]
     text = page(outcome)
     assert summary in text
     assert "**unnoticed**" in text

@@ -15,6 +15,7 @@ from modeling.adapters.peft import open_adapter
 from modeling.adapters.token_rows import groups_of
 from modeling.runner.adapter_check import adaptable, judge
 from tests.checkpoints import AdapterRecipe, write_adapter
+from tests.modeling.kinds import WHOLE_LINEARS as NAMES
 from tests.modeling.parity import (
     BASE,
     WHOLE,
@@ -25,11 +26,6 @@ from tests.modeling.parity import (
     expect_mismatch,
 )
 
-NAMES = {
-    ("llama_whole", "gqa"): ("k_proj", "o_proj", "down_proj"),
-    ("gpt2_whole", "plain"): ("mlp.c_proj", "c_attn"),
-    ("generic_whole", "olmo2"): ("gate_proj", "v_proj", "down_proj"),
-}
 FILE = "adapter_model.safetensors"
 WEIGHT = "base_model.model.model.layers.0.self_attn.o_proj.weight"
 
