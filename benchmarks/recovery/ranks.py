@@ -6,19 +6,21 @@ Writes a model without weights and adapters of rank 16, starts Ray and the ranks
 lines. `cold`: first tokens of all adapters at once, never seen, then unloaded before; then of
 single ones beside 60 streams. `kill`, before and after: SIGKILL of a rank under 16 streams:
 `back_s` is from the blow to the first token of a request sent after it, `load_s` the new ranks' own
-time.
+time. Each phase is announced; one that takes too long is given up, with the ends of the logs.
 """
 
 import argparse
 import asyncio
+import faulthandler
 import itertools
 import json
 import logging
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ import ray
 from ray.util.placement_group import placement_group
 
 from benchmarks.serving import percentile
-from benchmarks.workload import SHAPES, write_adapter, write_model
+from benchmarks.workload import SHAPES, WRITERS, write_adapter, write_model
 from configs.engine import EngineConfig
 from configs.wire.adapters import AdapterReference, AdapterSource
 from configs.wire.sampling import Sampling, Stopping
@@ -36,7 +38,12 @@ from deployments.rank.group import RayRanks
 
 NOWHERE = ReplyAddress("127.0.0.1", 1, "no listener")
 RANK, STREAMS, BESIDE, SINGLE = 16, 16, 60, 6
-LONG, QUIET_S, POLL_S = 800, 2.0, 0.02
+LONG, QUIET_S, POLL_S = 600, 2.0, 0.02
+STANDBY_S = 8.0
+"""How long standby processes are given to be ready."""
+LOGS = Path("/tmp/ray/session_latest/logs")
+
+logger = logging.getLogger("loray.recovery")
 
 Row = dict[str, Any]
 
@@ -74,7 +81,7 @@ class Stories:
 async def cold(stories: Stories, names: Sequence[str]) -> AsyncIterator[Row]:
     """All adapters at once, then single ones beside streams."""
     yield {"case": "cold", "never_seen": True, **quantiles(await stories.at_once(names))}
-    for _ in range(3):
+    for _ in range(2):
         await stories.unload(names)
         yield {"case": "cold", "never_seen": False, **quantiles(await stories.at_once(names))}
     await stories.unload(names)
@@ -98,13 +105,12 @@ async def kill(engine: DriverEngine, stories: Stories) -> Row:
     await stories.tokens(1)
     back = time.monotonic() - began
     assert engine.num_rebuilds > rebuilds, "the ranks were not lost"
-    report = engine.ranks[0]
+    times = times_of(engine)
     await asyncio.gather(*streams)
     return {
         "case": "kill",
         "back_s": round(back, 2),
-        "load_s": round(report.load_seconds, 2),
-        "graphs_left": report.graphs_left,
+        **times,
         "streams_end_s": round(time.monotonic() - began, 2),
     }
 
@@ -121,25 +127,69 @@ def quantiles(seconds: Sequence[float]) -> Row:
     return {"adapters": len(seconds), **found}
 
 
-async def measure(config: EngineConfig, folder: Path, names: Sequence[str], gpus: int) -> None:
-    """Start the engine, and print a line for each case."""
+async def measure(
+    config: EngineConfig, folder: Path, written: Sequence[Future[None]], gpus: int
+) -> None:
+    """Start the engine, and print a line for each case; written: when an adapter is there."""
     rank = {"CPU": 1.0, "GPU": 1.0} if gpus else {"CPU": 0.5}
     bundles = placement_group([{"CPU": 0.001}, *[rank] * config.tensor_parallel])
-    ray.get(bundles.ready())
-    group = RayRanks(config, str(folder), bundles)
+    ray.get(bundles.ready(), timeout=60)
+    engine = DriverEngine(config, folder, RayRanks(config, str(folder), bundles))
     began = time.monotonic()
-    engine = DriverEngine(config, folder, group)
-    await engine.start()
     try:
-        row = {"case": "start", "seconds": round(time.monotonic() - began, 2)}
-        print(json.dumps({**row, "load_s": round(engine.ranks[0].load_seconds, 2)}), flush=True)
+        with announced("start"):
+            await engine.start()
+        seconds = round(time.monotonic() - began, 2)
+        show({"case": "start", "seconds": seconds, **times_of(engine)})
         stories = Stories(engine)
-        print(json.dumps(await kill(engine, stories)), flush=True)
-        async for row in cold(stories, names):
-            print(json.dumps(row), flush=True)
-        print(json.dumps(await kill(engine, stories)), flush=True)
+        with announced("one request"):
+            show({"case": "first token", "seconds": await stories.tokens(1)})
+        with announced("adapters' files"):
+            await asyncio.gather(*map(asyncio.wrap_future, written))
+        with announced("kill"):
+            await asyncio.sleep(max(0.0, began + seconds + STANDBY_S - time.monotonic()))
+            show(await kill(engine, stories))
+        with announced("cold"):
+            async for row in cold(stories, [f"a{number}" for number in range(len(written))]):
+                show(row)
+        with announced("kill"):
+            show(await kill(engine, stories))
     finally:
-        await engine.stop()
+        with announced("end"):
+            await engine.stop()
+
+
+def show(row: Row) -> None:
+    """Print a row, at once."""
+    print(json.dumps(row), flush=True)
+
+
+def times_of(engine: DriverEngine) -> Row:
+    """What the ranks say of their start."""
+    report = engine.ranks[0]
+    return {"load_s": round(report.load_seconds, 2), "graphs_left": report.graphs_left}
+
+
+@contextmanager
+def announced(phase: str) -> Iterator[None]:
+    """Say when a phase begins and ends; a fault comes with the ends of the ranks' logs."""
+    began = time.monotonic()
+    logger.info("%s begins", phase)
+    try:
+        yield
+    except BaseException as error:
+        spent = time.monotonic() - began
+        logger.error("%s: %r after %.1f s", phase, error, spent)
+        show_logs()
+        raise
+    logger.info("%s: %.1f s", phase, time.monotonic() - began)
+
+
+def show_logs(lines: int = 6) -> None:
+    """Print the last lines of the processes that Ray has started."""
+    for path in sorted(LOGS.glob("worker-*.err")):
+        if last := path.read_text(errors="replace").splitlines()[-lines:]:
+            print(path.name, *last, sep="\n  ", flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -151,13 +201,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--adapters", type=int, default=32)
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--engine", type=json.loads, default={}, help="settings, as JSON")
+    parser.add_argument("--seconds", type=float, default=600.0, help="after them it shows where it is")
     parsed = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    names = [f"a{i}" for i in range(parsed.adapters)]
+    # Of a phase that hangs: the stacks of all threads.
+    faulthandler.dump_traceback_later(parsed.seconds)
     write_model(parsed.folder, parsed.shape, layers=parsed.layers)
-    with ThreadPoolExecutor() as pool:
-        for number, name in enumerate(names):
-            pool.submit(write_adapter, parsed.folder / name, parsed.shape, RANK, number)
     config = EngineConfig.model_validate(
         {
             "model": {"id": str(parsed.folder), "load_format": "dummy"},
@@ -174,12 +223,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
             **parsed.engine,
         }
     )
-    ray.init(logging_level="warning", include_dashboard=False)
-    try:
-        gpus = int(ray.cluster_resources().get("GPU", 0))
-        asyncio.run(measure(config, parsed.folder, names, gpus))
-    finally:
-        ray.shutdown()
+    with announced("Ray's start"):
+        ray.init(logging_level="warning", include_dashboard=False)
+    # Beside the ranks' start, which compiles kernels.
+    with ThreadPoolExecutor(WRITERS) as pool:
+        written = [
+            pool.submit(write_adapter, parsed.folder / f"a{number}", parsed.shape, RANK, number)
+            for number in range(parsed.adapters)
+        ]
+        try:
+            gpus = int(ray.cluster_resources().get("GPU", 0))
+            asyncio.run(measure(config, parsed.folder, written, gpus))
+        finally:
+            ray.shutdown()
 
 
 if __name__ == "__main__":
