@@ -201,7 +201,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--adapters", type=int, default=32)
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--engine", type=json.loads, default={}, help="settings, as JSON")
-    parser.add_argument("--seconds", type=float, default=600.0, help="after them it shows where it is")
+    parser.add_argument(
+        "--seconds", type=float, default=600.0, help="after them it shows where it is"
+    )
     parsed = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     # Of a phase that hangs: the stacks of all threads.
