@@ -2,11 +2,12 @@
 
     python -m benchmarks.recovery.ranks /dev/shm/m8b --shape llama3-8b --adapters 32
 
-Writes a model without weights and adapters of rank 16, starts Ray and the ranks, and prints JSON
-lines. `cold`: first tokens of all adapters at once, never seen, then unloaded before; then of
-single ones beside 60 streams. `kill`, before and after: SIGKILL of a rank under 16 streams:
-`back_s` is from the blow to the first token of a request sent after it, `load_s` the new ranks' own
-time. Each phase is announced; one that takes too long is given up, with the ends of the logs.
+Writes a model (`--weights`: with random weights) and adapters of rank 16, starts Ray and the ranks,
+and prints JSON lines. `cold`: first tokens of all adapters at once, never seen, then unloaded
+before; then of single ones beside 60 streams, with the streams' gaps before and meanwhile. `kill`,
+before and after: SIGKILL of a rank under 16 streams: `back_s` is from the blow to the first token
+of a request sent after it, `load_s` the new ranks' own time. Each phase is announced; one that
+takes too long is given up, with the ends of the logs.
 """
 
 import argparse
@@ -27,16 +28,23 @@ from typing import Any
 import ray
 from ray.util.placement_group import placement_group
 
+from benchmarks.loading import write_weights
 from benchmarks.serving import percentile
 from benchmarks.workload import SHAPES, WRITERS, write_adapter, write_model
 from configs.engine import EngineConfig
 from configs.wire.adapters import AdapterReference, AdapterSource
 from configs.wire.sampling import Sampling, Stopping
-from deployments.contract import GenerateRequest, ReplyAddress, SequenceRequest, UnloadAdapter
+from deployments.contract import (
+    GenerateRequest,
+    ReplyAddress,
+    SequenceRequest,
+    TokenFrame,
+    UnloadAdapter,
+)
 from deployments.driver.engine import DriverEngine
+from deployments.frames import FrameReceiver
 from deployments.rank.group import RayRanks
 
-NOWHERE = ReplyAddress("127.0.0.1", 1, "no listener")
 RANK, STREAMS, BESIDE, SINGLE = 16, 16, 60, 6
 LONG, QUIET_S, POLL_S = 600, 2.0, 0.02
 STANDBY_S = 8.0
@@ -54,6 +62,23 @@ class Stories:
     def __init__(self, engine: DriverEngine) -> None:
         self._engine = engine
         self._numbers = itertools.count()
+        self._receiver = FrameReceiver(self._deliver)
+        self._address: ReplyAddress | None = None
+        # When the last frame of many streams came, and the times between such frames.
+        self._last: float | None = None
+        self._gaps: list[float] = []
+
+    def gaps(self) -> list[float]:
+        """Seconds between the tokens of many streams since the last call."""
+        gaps, self._gaps = self._gaps, []
+        return gaps
+
+    def _deliver(self, frame: TokenFrame) -> None:
+        if len(frame.runs) > BESIDE // 2:
+            now = time.monotonic()
+            if self._last is not None:
+                self._gaps.append(now - self._last)
+            self._last = now
 
     async def tokens(self, count: int, adapter: str | None = None) -> float:
         """Seconds until a request has so many tokens."""
@@ -61,9 +86,11 @@ class Stories:
             [5, 6, 7, next(self._numbers) % 1000], Sampling(), Stopping(count)
         )
         reference = AdapterReference(AdapterSource.LOCAL, adapter) if adapter else None
+        if self._address is None:
+            self._address = await self._receiver.start("127.0.0.1")
         began = time.monotonic()
         name = f"r{next(self._numbers)}"
-        await self._engine.generate(GenerateRequest(name, [sequence], reference), NOWHERE)
+        await self._engine.generate(GenerateRequest(name, [sequence], reference), self._address)
         return time.monotonic() - began
 
     async def at_once(self, names: Sequence[str]) -> list[float]:
@@ -87,12 +114,22 @@ async def cold(stories: Stories, names: Sequence[str]) -> AsyncIterator[Row]:
     await stories.unload(names)
     streams = [asyncio.create_task(stories.tokens(LONG)) for _ in range(BESIDE)]
     await asyncio.sleep(QUIET_S)
+    stories.gaps()  # those of the prompts
+    await asyncio.sleep(QUIET_S)
+    quiet = stories.gaps()
     firsts = [await stories.tokens(1, name) for name in names[:SINGLE]]
+    meanwhile = stories.gaps()
     alive = sum(not stream.done() for stream in streams)
     for stream in streams:
         stream.cancel()
     await asyncio.gather(*streams, return_exceptions=True)
-    yield {"case": "cold", "beside": alive, **quantiles(firsts)}
+    found = {"before": quiet, "meanwhile": meanwhile}
+    gaps = {
+        f"gap_p{q}_{when}_ms": percentile(seconds, q / 100)
+        for when, seconds in found.items()
+        for q in (50, 99, 100)
+    }
+    yield {"case": "cold", "beside": alive, **quantiles(firsts), **gaps}
 
 
 async def kill(engine: DriverEngine, stories: Stories) -> Row:
@@ -198,6 +235,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--shape", choices=SHAPES, default="llama3-8b")
     parser.add_argument("--layers", type=int)
+    parser.add_argument("--weights", action="store_true", help="write and load random weights")
     parser.add_argument("--adapters", type=int, default=32)
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--engine", type=json.loads, default={}, help="settings, as JSON")
@@ -208,10 +246,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     # Of a phase that hangs: the stacks of all threads.
     faulthandler.dump_traceback_later(parsed.seconds)
-    write_model(parsed.folder, parsed.shape, layers=parsed.layers)
+    with announced("the model"):
+        if parsed.weights:
+            write_weights(parsed.folder, parsed.shape, parsed.layers, "bfloat16")
+        else:
+            write_model(parsed.folder, parsed.shape, layers=parsed.layers)
     config = EngineConfig.model_validate(
         {
-            "model": {"id": str(parsed.folder), "load_format": "dummy"},
+            "model": {
+                "id": str(parsed.folder),
+                **({} if parsed.weights else {"load_format": "dummy"}),
+            },
             "tensor_parallel": parsed.tensor_parallel,
             "limits": {"max_running": 64, "max_total_tokens": 4096},
             "adapters": {
