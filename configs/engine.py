@@ -203,6 +203,9 @@ class EngineConfig(Config):
     attention: AttentionKind = AttentionKind.AUTO
     all_reduce: AllReduce = AllReduce.AUTO
     cuda_graphs: CudaGraphs = CudaGraphs.ALL
+    cuda_graphs_later: bool = Field(
+        default=False, description="whether ranks serve before their graphs are recorded"
+    )
     kernel_cache: Path | None = Field(
         default=None, description="compiled kernels, by `loray warm`; None: $LORAY_KERNEL_CACHE"
     )

@@ -87,6 +87,7 @@ class EngineLoop:
         self._num_attempts = 0
         self._row_sums = RowSums()
         self._graphs = LaterGraphs()
+        self._graphs.begin(self.reports)
         self._stopping = False
         self._starter: RankStart | None = None
         self._orders = SleepOrders()

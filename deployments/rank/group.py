@@ -80,8 +80,7 @@ class RayRanks:
             ]
             measured = ray.get(measuring, timeout=timeout_s)
             num_blocks = min(memory.num_blocks for memory in measured)
-            # Requests wait for ranks that take over: their graphs come while steps run already.
-            record = not (self._has_served and self._config.recovery.standby)
+            record = not self._records_later
             allocated = [actor.allocate.remote(num_blocks, record) for actor in self._actors]
             reports: list[LoadReport] = ray.get(allocated, timeout=timeout_s)
             self._links = self._connect()
@@ -125,6 +124,14 @@ class RayRanks:
         return len(self._bundles.bundle_specs) - 1
 
     @property
+    def _records_later(self) -> bool:
+        """Whether CUDA graphs are recorded while steps run already."""
+        # Requests wait for ranks that take over.
+        return self._config.cuda_graphs_later or (
+            self._has_served and self._config.recovery.standby
+        )
+
+    @property
     def _has_standby(self) -> bool:
         """Whether processes wait to take over."""
         # From all others Ray hides a rank's GPUs if they are several.
@@ -155,7 +162,7 @@ class RayRanks:
             num_gpus=num_gpus,
             max_concurrency=2,
             # One GPU: the rank sees all and picks its own. Several: Ray hides all others.
-            runtime_env={"env_vars": RANK_ENVIRONMENT} if num_gpus == 1 or gpu else None,
+            runtime_env={"env_vars": RANK_ENVIRONMENT} if 0 < num_gpus <= 1 or gpu else None,
             scheduling_strategy=strategy,
         )
         config = self._config.model_copy(update={"tensor_parallel": self._num_ranks})

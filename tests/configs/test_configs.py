@@ -40,6 +40,12 @@ def test_a_replica_reserves_a_bundle_for_the_driver_and_one_for_each_rank(tmp_pa
     engine = {"model": {"id": str(write_llama(tmp_path))}, "tensor_parallel": 2, "device": "cuda"}
     config = ServeConfig.model_validate({"engine": engine, "driver_cpus": 0.5})
     assert bundles(config) == [{"CPU": 0.5}, {"CPU": 1.0, "GPU": 1}, {"CPU": 1.0, "GPU": 1}]
+    with pytest.raises(ValueError, match=r"rank_gpus \(0.5\) must be 1 for several ranks"):
+        bundles(config.model_copy(update={"rank_gpus": 0.5}))
+    shared = ServeConfig.model_validate(
+        {"engine": engine | {"tensor_parallel": 1}, "rank_gpus": 0.5}
+    )
+    assert bundles(shared) == [{"CPU": 1.0}, {"CPU": 1.0, "GPU": 0.5}]
 
 
 def test_a_padded_model_is_one_rank_with_all_the_gpus(tmp_path: Path) -> None:

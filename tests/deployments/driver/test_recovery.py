@@ -252,7 +252,7 @@ def test_ranks_of_unequal_memory_count_by_the_least(root: Path) -> None:
 
 def test_graphs_that_a_start_has_left_are_recorded_between_the_same_steps(root: Path) -> None:
     async def story(engine: DriverEngine, group: FakeGroup) -> None:
-        group.graphs_left = 3
+        await until_true(lambda: not any(runner.num_unrecorded for runner in group.runners))
         requests = [request(f"r{i}", [i], 60, "red") for i in range(4)]
         calls = await together(engine, requests)
         await until_running(engine, 4)
@@ -267,4 +267,5 @@ def test_graphs_that_a_start_has_left_are_recorded_between_the_same_steps(root: 
         assert first.count(-1) == 3
 
     group = FakeGroup(2)
+    group.graphs_left = 3
     assert play(root, story, group).starts == 2
