@@ -5,9 +5,9 @@
 Writes a model (`--weights`: with random weights) and adapters of rank 16, starts Ray and the ranks,
 and prints JSON lines. `cold`: first tokens of all adapters at once, never seen, then unloaded
 before; then of single ones beside 60 streams, with the streams' gaps before and meanwhile. `kill`,
-before and after: SIGKILL of a rank under 16 streams: `back_s` is from the blow to the first token
-of a request sent after it, `load_s` the new ranks' own time. Each phase is announced; one that
-takes too long is given up, with the ends of the logs.
+twice: SIGKILL of a rank under 16 streams: `back_s` is from the blow to the first token of a request
+sent after it, `load_s` the new ranks' own time. Each phase is announced; one that takes too long is
+given up, with the ends of the logs.
 """
 
 import argparse
@@ -73,6 +73,10 @@ class Stories:
         gaps, self._gaps = self._gaps, []
         return gaps
 
+    async def close(self) -> None:
+        """Listen no longer."""
+        await self._receiver.close()
+
     def _deliver(self, frame: TokenFrame) -> None:
         if len(frame.runs) > BESIDE // 2:
             now = time.monotonic()
@@ -134,7 +138,7 @@ async def cold(stories: Stories, names: Sequence[str]) -> AsyncIterator[Row]:
 
 async def kill(engine: DriverEngine, stories: Stories) -> Row:
     """SIGKILL of a rank under streams."""
-    streams = [asyncio.create_task(stories.tokens(LONG)) for _ in range(STREAMS)]
+    streams = [asyncio.create_task(stories.tokens(LONG * 3 // 4)) for _ in range(STREAMS)]
     await asyncio.sleep(QUIET_S)
     rebuilds, began = engine.num_rebuilds, time.monotonic()
     os.kill(engine.ranks[0].pid, signal.SIGKILL)
@@ -176,21 +180,22 @@ async def measure(
     try:
         with announced("start"):
             await engine.start()
-        seconds = round(time.monotonic() - began, 2)
+        seconds, began = round(time.monotonic() - began, 2), time.monotonic()
         show({"case": "start", "seconds": seconds, **times_of(engine)})
         stories = Stories(engine)
         with announced("one request"):
             show({"case": "first token", "seconds": await stories.tokens(1)})
         with announced("adapters' files"):
             await asyncio.gather(*map(asyncio.wrap_future, written))
-        with announced("kill"):
-            await asyncio.sleep(max(0.0, began + seconds + STANDBY_S - time.monotonic()))
-            show(await kill(engine, stories))
         with announced("cold"):
             async for row in cold(stories, [f"a{number}" for number in range(len(written))]):
                 show(row)
-        with announced("kill"):
-            show(await kill(engine, stories))
+        for _ in range(2):
+            with announced("kill"):
+                await asyncio.sleep(max(0.0, began + STANDBY_S - time.monotonic()))
+                show(await kill(engine, stories))
+                began = time.monotonic()
+        await stories.close()
     finally:
         with announced("end"):
             await engine.stop()
@@ -229,29 +234,9 @@ def show_logs(lines: int = 6) -> None:
             print(path.name, *last, sep="\n  ", flush=True)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Write the files, start Ray, measure."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--shape", choices=SHAPES, default="llama3-8b")
-    parser.add_argument("--layers", type=int)
-    parser.add_argument("--weights", action="store_true", help="write and load random weights")
-    parser.add_argument("--adapters", type=int, default=32)
-    parser.add_argument("--tensor-parallel", type=int, default=1)
-    parser.add_argument("--engine", type=json.loads, default={}, help="settings, as JSON")
-    parser.add_argument(
-        "--seconds", type=float, default=600.0, help="after them it shows where it is"
-    )
-    parsed = parser.parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    # Of a phase that hangs: the stacks of all threads.
-    faulthandler.dump_traceback_later(parsed.seconds)
-    with announced("the model"):
-        if parsed.weights:
-            write_weights(parsed.folder, parsed.shape, parsed.layers, "bfloat16")
-        else:
-            write_model(parsed.folder, parsed.shape, layers=parsed.layers)
-    config = EngineConfig.model_validate(
+def settings(parsed: argparse.Namespace) -> EngineConfig:
+    """The engine's: a bank of rank 16, standby processes."""
+    return EngineConfig.model_validate(
         {
             "model": {
                 "id": str(parsed.folder),
@@ -270,8 +255,40 @@ def main(arguments: Sequence[str] | None = None) -> None:
             **parsed.engine,
         }
     )
-    with announced("Ray's start"):
-        ray.init(logging_level="warning", include_dashboard=False)
+
+
+def write(parsed: argparse.Namespace) -> None:
+    """Write the model."""
+    if parsed.weights:
+        write_weights(parsed.folder, parsed.shape, parsed.layers, "bfloat16")
+    else:
+        write_model(parsed.folder, parsed.shape, layers=parsed.layers)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Write the files, start Ray, measure."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--shape", choices=SHAPES, default="llama3-8b")
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--weights", action="store_true", help="write and load random weights")
+    parser.add_argument("--adapters", type=int, default=32)
+    parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument("--engine", type=json.loads, default={}, help="settings, as JSON")
+    parser.add_argument(
+        "--seconds", type=float, default=600.0, help="after them it shows where it is"
+    )
+    parsed = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    # Of a phase that hangs: the stacks of all threads.
+    faulthandler.dump_traceback_later(parsed.seconds)
+    config = settings(parsed)
+    with ThreadPoolExecutor(1) as beside:
+        made = beside.submit(write, parsed)
+        with announced("Ray's start"):
+            ray.init(logging_level="warning", include_dashboard=False)
+        with announced("the model's files"):
+            made.result()
     # Beside the ranks' start, which compiles kernels.
     with ThreadPoolExecutor(WRITERS) as pool:
         written = [
