@@ -37,6 +37,19 @@ class _Held:
     count: int
 
 
+@dataclass(frozen=True)
+class _Trash:
+    """A folder that no name leads to any more; descriptor: holds its lock, for its deletion."""
+
+    folder: Path
+    descriptor: int
+
+    def delete(self) -> None:
+        """Free its disk or memory."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        os.close(self.descriptor)
+
+
 class DiskCache:
     """Folders by name, with at most `max_bytes` together; threads and processes may share it."""
 
@@ -101,8 +114,9 @@ class DiskCache:
         """Delete an entry unless it is in use."""
         name = _name(origin)
         with self._lock:
-            if name not in self._held:
-                self._remove(self._folder / "entries" / name)
+            trash = None if name in self._held else self._to_trash(self._folder / "entries" / name)
+        if trash is not None:
+            trash.delete()  # Without the lock: to free much memory takes a while.
 
     def clear(self) -> None:
         """Delete all that is not in use, and the cache's own folder if nothing is left."""
@@ -200,18 +214,23 @@ class DiskCache:
 
     def _remove(self, path: Path) -> bool:
         """Delete a folder unless it is in use; returns whether it was deleted."""
+        trash = self._to_trash(path)
+        if trash is not None:
+            trash.delete()
+        return trash is not None
+
+    def _to_trash(self, path: Path) -> "_Trash | None":
+        """Move a folder to the trash, for its deletion; None if it is in use."""
         descriptor = _lock(path, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if descriptor is None:
-            return False
+            return None
         try:
             trash = self._folder / "trash"
             trash.mkdir(exist_ok=True)
-            gone = trash / uuid.uuid4().hex
-            path.rename(gone)
-            shutil.rmtree(gone, ignore_errors=True)
-        finally:
+            return _Trash(path.rename(trash / uuid.uuid4().hex), descriptor)
+        except OSError:
             os.close(descriptor)
-        return True
+            raise
 
 
 def _lock(path: Path, operation: int) -> int | None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from configs.adapters import PushConfig
-from configs.reading import RegularFile
+from configs.reading import FileChanged, RegularFile
 from configs.wire.adapters import AdapterError, AdapterReference, AdapterRefusal, AdapterSource
 from sources.base import CONFIG_NAME, FoundAdapter, check_size, check_texts, refuse
 from sources.cache import CacheFull, DiskCache
@@ -277,10 +277,21 @@ def read_shared_memory(segment: str, size: int | None, into: IncomingWeights, na
         raise AdapterError(AdapterRefusal.UNSUPPORTED, message)
     try:
         with RegularFile(SHARED_MEMORY / segment, SHARED_MEMORY) as file:
-            into.copy(file.read_into, file.size if size is None else size)
+            _copy_segment(file, file.size if size is None else size, into)
     except OSError as error:
-        message = f"adapter {name!r}: shared memory {segment!r} cannot be read: {error}"
-        refuse(AdapterRefusal.UNAVAILABLE, message, error)
+        refuse(
+            AdapterRefusal.UNSUPPORTED,
+            f"adapter {name!r}: shared memory {segment!r} cannot be read: {error}; keep the "
+            "segment until the reply, on the node that the request goes to, readable for the "
+            "server's user, or send the weights in a form (`adapter_model`)",
+            error,
+        )
+
+
+def _copy_segment(file: RegularFile, size: int, into: IncomingWeights) -> None:
+    if size > file.size:
+        raise FileChanged(f"it has {file.size} bytes, `size` says {size}")
+    into.copy(file.read_into, size)
 
 
 def _refuse_full(name: str, num_bytes: int, error: Exception) -> NoReturn:

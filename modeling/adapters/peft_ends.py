@@ -154,9 +154,10 @@ def _refuse_saved(plan: LoraPlan, entry: str, has_ends: bool, can_adapt: bool) -
     field = f"modules_to_save={list(plan.modules_to_save)!r} is not served here: "
     if has_ends:
         refuse(
-            f"{field}{entry!r} is no norm and no linear map inside the layers, neither the "
-            "embedding nor the head, nor a decoder's classification head (score); retrain without "
-            "it, or merge it into the base model"
+            f"{field}{entry!r} is none of what adapters may bring whole here: linear maps inside "
+            "the layers, embedding, head, a decoder's classification head (score), and norms where "
+            "this server lets adapters bring them; retrain without it, or merge it into the base "
+            "model"
         )
     if not can_adapt:
         refuse(field + INSIDE_ONLY_ADVICE)

@@ -115,7 +115,7 @@ SAID = {
     "not opened": r"start it with adapters.whole_linears {o_proj: 1}",
     "shape": r"o_proj.weight has shape \[31, 32\], this model needs \[32, 32\]",
     "missing": f"modules_to_save requires {WEIGHT}, of which the file holds 0",
-    "a parent": "'self_attn' is no norm and no linear map",
+    "a parent": "'self_attn' is none of what adapters may bring whole",
     "twice": "o_proj is adapted twice",
 }
 

@@ -6,7 +6,7 @@ cache, and changed bytes under an old name never use what the old ones computed.
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count, islice
@@ -200,7 +200,7 @@ class AdapterDirectory:
         """Release all files, and do not wait for downloads: the replica ends."""
         self.lookups.close()
         for known in self._known.values():
-            self._release_files(known)
+            self._release_files(known.folders.values())
 
     def check(self) -> None:
         """Assert that all maps have the same keys."""
@@ -329,11 +329,14 @@ class AdapterDirectory:
     def _release_files_if_idle(self, known: _Known) -> None:
         idle_for = asyncio.get_running_loop().time() - known.idle_since
         if not known.holders and idle_for >= self._linger_s * 0.99:
-            self._release_files(known)
+            folders = [*known.folders.values()]
+            known.folders.clear()
+            # In a thread: pushed files that nothing uses any more are deleted, many MB of memory.
+            asyncio.get_running_loop().run_in_executor(None, self._release_files, folders)
 
-    def _release_files(self, known: _Known) -> None:
-        while known.folders:
-            self._sources.release(known.folders.popitem()[1])
+    def _release_files(self, folders: Iterable[AdapterFolder]) -> None:
+        for folder in folders:
+            self._sources.release(folder)
 
     def _forget_oldest(self) -> None:
         """Forget the keys used least recently beyond `max_known`; held and recent ones stay."""

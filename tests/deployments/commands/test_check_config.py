@@ -126,6 +126,12 @@ BAD: dict[str, tuple[Edit, list[str]]] = {
         scaling(policy={"policy_function": "no_such_module:f"}),
         ["Driver.autoscaling_config: policy: No module named 'no_such_module'"],
     ),
+    "a router that is not there": (
+        lambda config: driver(config).update(
+            request_router_config={"request_router_class": "no_such_router.Router"}
+        ),
+        ["names what cannot be imported: No module named 'no_such_router'"],
+    ),
     "an option of Serve's deployment": (
         lambda config: driver(config).update(num_replics=2), ["num_replics"]
     ),

@@ -142,7 +142,8 @@ def test_a_server_without_copies_says_how(tmp_path: Path) -> None:
 def test_other_modules_are_refused_by_name(tmp_path: Path) -> None:
     whole = {f"{HEAD}.weight": ROWS, "base_model.model.model.norm.weight": torch.ones(HIDDEN)}
     message = refusal(tmp_path, whole, modules_to_save=["lm_head", "norm"])
-    assert "'norm' is no norm and no linear map inside the layers" in message
+    assert "'norm' is none of what adapters may bring whole here" in message
+    assert "norms where this server lets adapters bring them" in message
 
 
 def test_a_requested_matrix_must_be_there(tmp_path: Path) -> None:

@@ -151,7 +151,7 @@ def test_bad_forms_are_refused_and_nothing_is_served(
     ("body", "message"),
     [
         ({"shared_memory": "../../etc/passwd"}, "plain name"),
-        ({"shared_memory": "no-such-segment"}, "cannot be read"),
+        ({"shared_memory": "no-such-segment"}, "or send the weights in a form"),
         ({"shared_memory": ".."}, "plain name"),
         ({"shared_memory": "a\0b"}, "plain name"),
         ({"shared_memory": "x", "size": -1}, "$.size"),
@@ -164,8 +164,17 @@ def test_bad_segments_are_refused(
 ) -> None:
     whole = {"lora_name": "policy", "adapter_config": CONFIG, **body}
     reply = http.post(PATH, json=whole)
-    assert reply.status_code in (400, 503)
+    assert reply.status_code == 400
     assert message in reply.json()["error"]["message"]
+    assert replicas.commands == []
+
+
+def test_a_segment_with_fewer_bytes_than_the_push_says_is_refused(
+    http: httpx.Client, replicas: Replicas, segment: str
+) -> None:
+    body = {"lora_name": "policy", "adapter_config": CONFIG, "shared_memory": segment}
+    reply = http.post(PATH, json={**body, "size": 2 * len(WEIGHTS)})
+    assert (reply.status_code, f"`size` says {2 * len(WEIGHTS)}" in reply.text) == (400, True)
     assert replicas.commands == []
 
 
