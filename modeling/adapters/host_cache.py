@@ -53,7 +53,7 @@ _SETTINGS = {
 """Which setting gives a pool its pages, where that is not device_pages."""
 
 MAX_CHUNK_BYTES = 2**20
-_WRITERS = 8
+_WRITERS = 4
 """Threads that write one large adapter. Small ones are not worth their turns of the interpreter."""
 
 _KEPT_BYTES = 31 * 2**20
@@ -230,9 +230,8 @@ class HostAdapterCache:
         if chunks is None:
             raise AdapterDeferred(shape)
         try:
-            # What no module writes is 0: other layers, rows beyond a true rank, padding.
-            self.pool.zero(chunks)
             pages = self._pages(layout, num_pages, chunks)
+            self._zero(pages, ranks)
             self._write(opened, pages, rows, SummedRows(adapter.row_sums))
             # After the last read, so that no later write can have been missed.
             _check_unchanged(adapter)
@@ -284,6 +283,16 @@ class HostAdapterCache:
         )
         return HostMatrix(views, (0, *accumulate(len(view) for view in views))[: len(views)])
 
+    def _zero(self, pages: Sequence[Sequence[HostPage]], ranks: Tensor) -> None:
+        """Set to zero what no module may write: other layers, rows beyond a true rank."""
+        for projection, own, of_layers in zip(self._projections, pages, ranks, strict=True):
+            full = len(own) * PAGE_ROWS
+            is_linear = projection.kind is ProjectionKind.LINEAR
+            if is_linear and int(of_layers[: projection.num_ranked].min()) == full:
+                continue  # All of its rows are written.
+            for matrix in (matrix for page in own for matrix in (page.a, page.bt)):
+                matrix.zero()
+
     def _write(
         self,
         adapter: OpenAdapter,
@@ -291,7 +300,7 @@ class HostAdapterCache:
         output_rows: Sequence[OutputRows],
         sums: SummedRows,
     ) -> None:
-        """Read an adapter's modules into zeroed pages, cut to this rank."""
+        """Read an adapter's modules into its pages, cut to this rank."""
 
         def write(read: StackReader) -> None:
             for stack in read():
@@ -321,15 +330,17 @@ class HostAdapterCache:
         """Write a stack into the pages of its projection; behind: its rows behind LoRA's."""
         projection = self._projections[stack.projection]
         a = select_columns(stack.a, projection.inputs).to(self._dtype)
-        bt = select_columns(stack.b.transpose(1, 2), projection.outputs)
         changes = None
-        if stack.magnitudes is not None:
+        if stack.magnitudes is None:
+            # Rounded before it is cut and transposed, which the copies to the pages do alone.
+            bt = select_columns(stack.scaled_b(self._dtype).transpose(1, 2), projection.outputs)
+        else:
             scales = self._norms.scales(stack, sums)
+            bt = select_columns(stack.b.transpose(1, 2), projection.outputs)
             # y = c (W x) + c (B A x): B takes the scale here, W x when it is computed.
-            bt = bt * scales.unsqueeze(1)
+            bt = (bt * scales.unsqueeze(1)).to(self._dtype)
             # Less 1, as it is near 1: half precision keeps more of it so.
             changes = (scales - 1).to(self._dtype)
-        bt = bt.to(self._dtype)
         for index in range(-(-a.shape[1] // PAGE_ROWS)):
             rows = slice(index * PAGE_ROWS, (index + 1) * PAGE_ROWS)
             pages[index].a.write_layers(stack.layers, a[:, rows])

@@ -23,6 +23,11 @@ class HostMatrix:
     ranges: tuple[Tensor, ...]
     firsts: tuple[int, ...]
 
+    def zero(self) -> None:
+        """Set all rows to zero."""
+        for part in self.ranges:
+            part.zero_()
+
     def write(self, first: int, rows: Tensor) -> None:
         """Write rows [n, width] from row `first` on, in the pools' type."""
         index, done = bisect_right(self.firsts, first) - 1, 0
@@ -36,18 +41,38 @@ class HostMatrix:
     def write_layers(self, layers: Sequence[int], rows: Tensor) -> None:
         """Write the rows of several layers, [layers, n <= 8, width]; a page's other rows are 0.
 
-        Consecutive layers are written as one range.
+        Consecutive layers are written together.
         """
         num_layers, count, width = rows.shape
-        if tuple(layers) == tuple(range(layers[0], layers[0] + num_layers)):
-            if count < PAGE_ROWS:
-                padded = rows.new_zeros(num_layers, PAGE_ROWS, width)
-                padded[:, :count] = rows
-                rows = padded
-            self.write(layers[0] * PAGE_ROWS, rows.flatten(0, 1))
-        else:
+        if tuple(layers) != tuple(range(layers[0], layers[0] + num_layers)):
             for layer, own in zip(layers, rows, strict=True):
                 self.write(layer * PAGE_ROWS, own)
+            return
+        if count < PAGE_ROWS:
+            padded = rows.new_zeros(num_layers, PAGE_ROWS, width)
+            padded[:, :count] = rows
+            rows = padded
+        self._write_pages(layers[0] * PAGE_ROWS, rows)
+
+    def _write_pages(self, first: int, rows: Tensor) -> None:
+        """Write all rows of layers, [layers, 8, width], however they lie in memory.
+
+        A chunk may end within a layer: its rows are written alone.
+        """
+        done, total = 0, len(rows) * PAGE_ROWS
+        while self.ranges and done < total:
+            index = bisect_right(self.firsts, first + done) - 1
+            part = self.ranges[index][first + done - self.firsts[index] :][: total - done]
+            layer, within = divmod(done, PAGE_ROWS)
+            if within or len(part) < PAGE_ROWS:
+                own = rows[layer, within:][: len(part)]
+                part[: len(own)].copy_(own)
+                done += len(own)
+            else:
+                count = len(part) // PAGE_ROWS
+                own = rows[layer : layer + count]
+                part[: count * PAGE_ROWS].view(own.shape).copy_(own)
+                done += count * PAGE_ROWS
 
     def copy_to(self, page: Tensor) -> None:
         """Queue a copy of all rows to a page of a pool, [rows, width], on the current stream."""

@@ -1,9 +1,10 @@
 """A PEFT adapter's files that passed all checks, read stack by stack."""
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -119,12 +120,12 @@ class PeftAdapter:
         """Yield readers of all stacks, in the model's order."""
         with reading():
             self.ends.check_copies(self.file)
-        for (index, rank, *_), group in itertools.groupby(self.modules, self._kind):
+        for (index, rank, scale, *_), group in itertools.groupby(self.modules, self._kind):
             projection, names = self.projections[index], list(group)
             widest = max(projection.in_features, projection.out_features)
             count = max(1, STACK_NUMBERS // (rank * widest))
             for first in range(0, len(names), count):
-                yield partial(self._stack, index, names[first : first + count])
+                yield partial(self._stack, index, names[first : first + count], scale)
         for module, at in self.bare.items():
             yield partial(self._zeros, module, at)
         for each in self.tokens:
@@ -136,10 +137,11 @@ class PeftAdapter:
         """Return the names of a module's factors."""
         return factor_names(module, self.projections[self.modules[module].projection], self.plan)
 
-    def _kind(self, module: str) -> tuple[int, int, bool, bool]:
-        """Return a module's projection, rank and lie, which the modules of a stack share."""
+    def _kind(self, module: str) -> tuple[int, int, float, bool, bool]:
+        """Return the projection, rank, scaling and lie of a module, which a stack's share."""
         index, rank = self.modules[module].projection, self.plan.rank_of(module)
-        return index, rank, self.names(module).flipped, module in self.plan.parts
+        scale, flipped = self.plan.scaling_of(module), self.names(module).flipped
+        return index, rank, scale, flipped, module in self.plan.parts
 
     def _token_stacks(self, tokens: TokenTensor) -> list[LoraStack]:
         with reading():
@@ -158,7 +160,7 @@ class PeftAdapter:
         with reading():
             return list(part.stacks(self.file))
 
-    def _stack(self, index: int, names: Sequence[str]) -> list[LoraStack]:
+    def _stack(self, index: int, names: Sequence[str], scale: float) -> list[LoraStack]:
         factors_of = [self.names(name) for name in names]
         keys_a, keys_b = [each.a for each in factors_of], [each.b for each in factors_of]
         with reading():
@@ -167,19 +169,19 @@ class PeftAdapter:
             a, b = a.transpose(1, 2), b.transpose(1, 2)
         b = factors_of[0].own(b)
         a, b = (each.float() if each.dtype is torch.float64 else each for each in (a, b))
-        scales = [self.plan.scaling_of(name) for name in names]
-        # The scaling is folded in here, in float32, before B is rounded to the pools' type.
-        b = b * torch.tensor(scales).view(-1, 1, 1)
         for keys, factors in ((keys_a, a), (keys_b, b)):
             # One sum for the whole stack; only if it is not finite, a look at each tensor.
-            if not torch.isfinite(factors.sum(dtype=torch.float32)):
+            if not math.isfinite(factors.sum()):
                 for key, factor in zip(keys, factors, strict=True):
                     check_finite(key, factor)
         layers = tuple(self.modules[name].layer for name in names)
         with reading():
             magnitudes = read_magnitudes(self.file, names) if self.plan.use_dora else None
-            biases, base_biases = self.biases.read(self.file, names, scales)
-        return [LoraStack(index, layers, a, b, magnitudes, biases, base_biases)]
+            biases, base_biases = self.biases.read(self.file, names, [scale] * len(names))
+        stack = LoraStack(index, layers, a, b, magnitudes, biases, base_biases, scale)
+        if self.plan.use_dora:  # Its norms are of the scaled B.
+            stack = replace(stack, b=stack.scaled_b(torch.float32), scale=1.0)
+        return [stack]
 
     def factors(self, module: str) -> tuple[Tensor, Tensor]:
         """Return A [r, in] and B [out, r] of a module in float32; refuses values not finite."""

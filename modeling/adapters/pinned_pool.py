@@ -67,11 +67,6 @@ class PinnedPool:
         assert offset + num_bytes <= self.chunk_bytes, (offset, shape, dtype)
         return self._memory[first : first + num_bytes].view(dtype).view(shape)
 
-    def zero(self, chunks: Sequence[int]) -> None:
-        """Set chunks to zero."""
-        for chunk in chunks:
-            self._memory[chunk * self.chunk_bytes : (chunk + 1) * self.chunk_bytes].zero_()
-
     def check(self, taken: Sequence[int]) -> None:
         """Assert that every chunk is free, being copied, or in `taken` exactly once."""
         with self._lock:

@@ -113,14 +113,19 @@ def test_selected_columns_keep_the_order_of_the_segments() -> None:
     assert select_columns(rows, ((4, 6), (0, 1)))[0].tolist() == [4, 5, 0]
 
 
-def test_the_fold_is_done_in_float32(tmp_path: Path) -> None:
-    tensors = factors(UP, [4])
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("stored", DTYPES)
+def test_the_fold_is_done_in_float32(tmp_path: Path, stored: torch.dtype) -> None:
+    tensors = {name: each.to(stored) for name, each in factors(UP, [4]).items()}
     folder = write_lora(tmp_path, tensors, r=4, lora_alpha=1e-3, use_rslora=True)
-    bank = make_bank(dtype=torch.bfloat16)
-    bank.stage(fetched(folder, 1))
-    bank.load(AdapterKey(1), 0, [[0], []])
-    b = tensors["base_model.model.model.layers.0.up.lora_B.weight"]
-    assert torch.equal(bank.loaded(0).factors(0, 0).bt, (b * 5e-4).bfloat16().t())
+    b = tensors["base_model.model.model.layers.0.up.lora_B.weight"].float()
+    for dtype in DTYPES:
+        bank = make_bank(dtype=dtype)
+        bank.stage(fetched(folder, 1))
+        bank.load(AdapterKey(1), 0, [[0], []])
+        assert torch.equal(bank.loaded(0).factors(0, 0).bt, (b * 5e-4).to(dtype).t())
 
 
 def test_a_slot_and_its_pages_are_used_again(tmp_path: Path) -> None:
