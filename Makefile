@@ -49,6 +49,7 @@ parity: $(READY)
 	$(BIN)/python -m pytest -p tests.parity_report --disable-warnings \
 		--deselect tests/modeling/test_parity_doc.py \
 		tests/modeling/parity_cells.py tests/modeling/test_parity*.py tests/modeling/test_mutants*.py
+	$(BIN)/python -m tests.modeling.models.sweep
 
 # Every causal class of the installed transformers beside transformers + PEFT: two minutes.
 # ARGS=--page writes docs/models.md.

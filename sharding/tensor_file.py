@@ -4,7 +4,7 @@ The library's reader maps the file and spends some 40 µs of Python on each tens
 hundreds, and that time is taken from the thread that launches steps.
 """
 
-from collections.abc import KeysView, Mapping, Sequence
+from collections.abc import Collection, KeysView, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Annotated, Self
@@ -102,6 +102,10 @@ class TensorFile:
     def rename(self, names: Mapping[str, str]) -> None:
         """Give tensors other names; names: of every tensor, all different."""
         self._entries = {names[key]: entry for key, entry in self._entries.items()}
+
+    def leave_out(self, keys: Collection[str]) -> None:
+        """Forget tensors, as if the file did not hold them."""
+        self._entries = {key: each for key, each in self._entries.items() if key not in keys}
 
     def shape(self, key: str) -> tuple[int, ...]:
         """Return a tensor's shape."""

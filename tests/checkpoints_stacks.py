@@ -90,13 +90,37 @@ STACKS: dict[str, dict[str, Any]] = {
         "vision_config": _QWEN_VISION,
     },
     "qwen3_vl": {"text_config": {**_TEXT, **_rope([2, 3, 3])}, "vision_config": _QWEN_VISION},
+    "ministral3": {
+        "model_type": "mistral3",
+        "text_config": {**_TEXT, "model_type": "ministral3"},
+        "vision_config": {**_VISION, "model_type": "pixtral"},
+    },
+    "idefics3": {
+        "text_config": {**_TEXT, "model_type": "llama"},
+        "vision_config": {**_VISION, "model_type": "idefics3_vision"},
+    },
+    "smolvlm": {
+        "text_config": {**_TEXT, "model_type": "llama"},
+        "vision_config": {**_VISION, "model_type": "smolvlm_vision"},
+    },
+    "gemma4_unified": {
+        "text_config": {
+            **_TEXT,
+            "layer_types": MIXED[:2],
+            "sliding_window": WINDOW,
+            "global_head_dim": 32,
+            "final_logit_softcapping": 5.0,
+        },
+    },
 }
 """Fields of each kind's config."""
 
 
 def write_stack(folder: Path, kind: str) -> Path:
     """Write a tiny random model of a kind into `folder` and return it."""
-    config = CONFIG_MAPPING[kind](**{**STACKS[kind], "image_token_id": 90, "image_token_index": 90})
+    fields = dict(STACKS[kind])
+    kind = fields.pop("model_type", kind)
+    config = CONFIG_MAPPING[kind](**{**fields, "image_token_id": 90, "image_token_index": 90})
     auto: Any = AutoModelForImageTextToText
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -108,8 +132,16 @@ def write_stack(folder: Path, kind: str) -> Path:
     return folder
 
 
-LANGUAGE = rf".*language_model.*\.({'|'.join((*COLUMNS, *ROWS))})"
+LANGUAGE = rf".*(?:language|text)_model.*\.({'|'.join((*COLUMNS, *ROWS))})"
 
 STACK_ADAPTERS = {
     "r8": AdapterRecipe(r=8, alpha=16.0, target_modules=LANGUAGE, seed=12, std=0.05),
+    "everywhere": AdapterRecipe(
+        r=8,
+        alpha=16.0,
+        target_modules=LANGUAGE.replace("(?:language|text)_model", ""),
+        seed=12,
+        std=0.05,
+    ),
+    "tower": AdapterRecipe(target_modules=r".*vision_tower.*\.(q_proj|fc1)"),
 }

@@ -15,6 +15,8 @@ WRAPPERS = frozenset(
     {
         "Gemma3ForConditionalGeneration",
         "Gemma4ForConditionalGeneration",
+        "Gemma4UnifiedForConditionalGeneration",
+        "Idefics3ForConditionalGeneration",
         "InternVLForConditionalGeneration",
         "Llama4ForConditionalGeneration",
         "LlavaForConditionalGeneration",
@@ -24,6 +26,7 @@ WRAPPERS = frozenset(
         "Qwen2VLForConditionalGeneration",
         "Qwen2_5_VLForConditionalGeneration",
         "Qwen3VLForConditionalGeneration",
+        "SmolVLMForConditionalGeneration",
         "VipLlavaForConditionalGeneration",
     }
 )
@@ -32,8 +35,10 @@ WRAPPERS = frozenset(
 _DECODERS = {
     "gemma3_text": "Gemma3ForCausalLM",
     "gemma4_text": "Gemma4ForCausalLM",
+    "gemma4_unified_text": "Gemma4UnifiedForCausalLM",
     "llama": "LlamaForCausalLM",
     "llama4_text": "Llama4ForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen2_5_vl_text": "Qwen2ForCausalLM",
@@ -46,7 +51,7 @@ _DECODERS = {
 _TYPES = {"qwen2_5_vl_text": "qwen2", "qwen2_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
 """Decoders that differ in their positions of images alone: what they are for text."""
 
-_CAPPED = frozenset({"gemma4_text"})
+_CAPPED = frozenset({"gemma4_text", "gemma4_unified_text"})
 """Decoders that are capped by their larger models too."""
 
 _SHARED = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings", "dtype")
@@ -97,6 +102,7 @@ DECODER_PREFIXES = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
+    "model.text_model.": "model.",
     "lm_head.": "lm_head.",
     "model.layers.": "model.layers.",
     "model.embed_tokens.": "model.embed_tokens.",
@@ -114,9 +120,24 @@ def decoder_name(name: str) -> str | None:
     return None
 
 
+_OTHER_PARTS = frozenset(
+    {
+        "audio_tower", "connector", "embed_audio", "embed_vision", "multi_modal_projector",
+        "vision_model", "vision_tower", "visual",
+    }
+)  # fmt: skip
+"""How larger models call what makes tokens of images and sound: no text goes through it."""
+
+
+def is_other_part(path: str) -> bool:
+    """Whether a path in a larger model is of what text does not go through."""
+    return not _OTHER_PARTS.isdisjoint(path.split(".")[:2])
+
+
 def outer_paths(path: str) -> tuple[str, ...]:
     """Return how adapters that were trained on the larger model may name a decoder's module."""
     if path.startswith("model."):
         inner = path.removeprefix("model.")
-        return f"model.language_model.{inner}", f"language_model.model.{inner}"
+        outer = ("model.language_model", "language_model.model", "model.text_model")
+        return tuple(f"{prefix}.{inner}" for prefix in outer)
     return (f"language_model.{path}",)

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NoReturn
 
+from configs.architectures.text_stack import is_other_part
 from configs.wire.adapters import AdapterRefusal
 from modeling.adapters.activation import check_activation
 from modeling.adapters.biases import find_biases
@@ -44,6 +45,8 @@ from sharding.tensor_file import TensorFile
 
 FACTOR = ".lora_"
 """Part of the names of all tensors that are not the base model's."""
+LARGER = "model.language_model."
+"""How paths in larger models begin, among others, where the decoder is served as a part of one."""
 IDLE_SUFFIXES = (".lora_velora_embed",)
 """Suffixes of tensors that only a backward pass reads."""
 
@@ -96,6 +99,7 @@ def _check_file(
         for layer in range(projection.num_layers)
         for module in projection.modules(layer)
     }
+    _leave_other_parts(file, known)
     file, plan = join_parts(file, plan, known, projections)
     named = {key[len(PREFIX) : key.rfind(FACTOR)] for key in [*file.keys()] if FACTOR in key}
     plan = replace(plan, parts=find_parts(named, known, projections))
@@ -127,6 +131,22 @@ def _check_file(
         check_activation(plan, adapter.projections, adapter.modules.values(), has_whole)
     faults.check()
     return adapter
+
+
+def _leave_other_parts(file: TensorFile, known: Mapping[str, ModulePosition]) -> None:
+    """Leave out what an adapter of a larger model changes beside its decoder.
+
+    Text goes through the decoder alone. known: as a larger model names its modules, if it is one.
+    """
+    if not any(module.startswith(LARGER) for module in known):
+        return
+    others = {key for key in [*file.keys()] if is_other_part(key.removeprefix(PREFIX))}
+    file.leave_out(others)
+    if others and not file.keys():
+        refuse(
+            f"tensor {min(others)}, and all others, adapt what reads images or sound: only the "
+            "model's decoder is served, for text, which this adapter does not change"
+        )
 
 
 def _find_others(adapter: PeftAdapter, base: Mapping[str, BaseRows], faults: Faults) -> PeftAdapter:

@@ -30,6 +30,7 @@ from configs.model import DType, LoadFormat, ModelConfig, Quantize
 from modeling.models.causal_lm import CausalLM
 from modeling.models.causal_lm_sharing import rope_kinds
 from modeling.runner.loading import LoadedWeights, stored_dtype, torch_dtype
+from modeling.runner.padded_progress import RandomNumbers, logged_bars
 from sharding.checkpoint import CheckpointError, open_checkpoint
 from sharding.loader import idle_biases
 from sources.model import fetch_model
@@ -208,14 +209,15 @@ def _read(
         options["device_map"] = "auto"
     auto: Any = AutoModelForCausalLM
     try:
-        model, info = auto.from_pretrained(
-            folder,
-            dtype=dtype,
-            trust_remote_code=config.trust_remote_code,
-            use_safetensors=None if config.allow_pickle else True,
-            output_loading_info=True,
-            **options,
-        )
+        with logged_bars():
+            model, info = auto.from_pretrained(
+                folder,
+                dtype=dtype,
+                trust_remote_code=config.trust_remote_code,
+                use_safetensors=None if config.allow_pickle else True,
+                output_loading_info=True,
+                **options,
+            )
     except (ValueError, KeyError, ImportError) as error:
         raise _not_built(config, folder, error) from error
     if info["missing_keys"]:
@@ -262,9 +264,8 @@ def _dummy(
     config: ModelConfig, model_config: PretrainedConfig, device: torch.device, dtype: torch.dtype
 ) -> PreTrainedModel:
     """Seeded random weights of the model's shape."""
-    logger.info("making random weights, which takes minutes for a large model")
     auto: Any = AutoModelForCausalLM
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), RandomNumbers():
         torch.manual_seed(0)
         try:
             model: PreTrainedModel = auto.from_config(

@@ -68,6 +68,7 @@ def test_refusals_say_what_is_not_served(changes: dict[str, Any], message: str) 
         ("language_model.model.norm.weight", "model.norm.weight"),
         ("model.language_model.norm.weight", "model.norm.weight"),
         ("model.norm.weight", "model.norm.weight"),
+        ("model.text_model.norm.weight", "model.norm.weight"),
         ("language_model.lm_head.weight", "lm_head.weight"),
         ("lm_head.weight", "lm_head.weight"),
         ("vision_tower.layers.0.weight", None),
@@ -83,6 +84,7 @@ def test_paths_of_adapters() -> None:
     assert outer_paths("model.layers.{layer}.mlp") == (
         "model.language_model.layers.{layer}.mlp",
         "language_model.model.layers.{layer}.mlp",
+        "model.text_model.layers.{layer}.mlp",
     )
     assert outer_paths("lm_head") == ("language_model.lm_head",)
 

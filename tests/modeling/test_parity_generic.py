@@ -2,9 +2,15 @@
 
 import pytest
 
+from configs.wire.adapters import AdapterError
+from modeling.adapters.peft import open_adapter
+from modeling.runner.adapter_check import adaptable
 from tests.checkpoints_generic import GENERIC, MIXTURES
 from tests.checkpoints_stacks import STACKS
-from tests.modeling.parity import BASE, Setting, World, compare
+from tests.modeling.parity import BASE, Setting, World, compare, engine_config
+
+TOWERS = ("gemma3", "llava", "smolvlm")
+"""Models whose adapters change what reads images too."""
 
 EVERYONE = [BASE, "r8", "columns", "rows"]
 
@@ -42,4 +48,13 @@ def test_vocabulary(world: World, variant: str) -> None:
 @pytest.mark.parametrize("variant", STACKS)
 def test_text_of_larger_models(world: World, variant: str) -> None:
     """Decoders of models that read images, with adapters that were trained on the whole model."""
-    compare(world, Setting("stack", variant, 2, [BASE, "r8"]))
+    adapter = "everywhere" if variant in TOWERS else "r8"
+    compare(world, Setting("stack", variant, 2, [BASE, adapter]))
+
+
+def test_an_adapter_that_text_does_not_reach_is_refused(world: World) -> None:
+    config = engine_config(world.model("stack", "gemma3"))
+    folder = world.adapter("stack", "gemma3", "tower")
+    assert folder is not None
+    with pytest.raises(AdapterError, match=r"vision_tower.* adapt what reads images or sound"):
+        open_adapter(folder, adaptable(config), 64)

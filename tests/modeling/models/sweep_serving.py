@@ -56,7 +56,7 @@ class PaddedServer:
 
 
 class PagedServer:
-    """The paged runner on one rank and on two, and on two under the real scheduler."""
+    """The paged runner on one rank and on two, by hand and then under the real scheduler."""
 
     exact = True
 
@@ -76,9 +76,11 @@ class PagedServer:
             yield from ((way, every, found) for found in run_in_memory(ranks, by_hand))
         long = [prompt for prompt in every if len(prompt[1]) > BLOCK_SIZE]
         asked = [*_asked(every, folders), *_asked(long, folders, joins_at=AGAIN)]
-        setting = Setting("", "", 2, [], chunk=CHUNK)
-        scheduled = partial(answers_scheduled, setting, self._config, list(folders), asked)
-        yield from (("scheduled", every + long, found) for found in run_in_memory(2, scheduled))
+        for ranks in (1, 2):
+            setting = Setting("", "", ranks, [], chunk=CHUNK)
+            scheduled = partial(answers_scheduled, setting, self._config, list(folders), asked)
+            way = f"{ranks} scheduled"
+            yield from ((way, every + long, each) for each in run_in_memory(ranks, scheduled))
 
 
 def server(model: Path, *, padded: bool) -> PagedServer | PaddedServer:

@@ -1,6 +1,7 @@
 """Loading a padded model: what it takes, which pad token, and every reason not to load one."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from modeling.runner.padded_loading import (
     pad_token_id,
     quantization_config,
 )
+from sharding import progress
 from sharding.checkpoint import CheckpointError
 from tests.checkpoints_padded import write_padded
 from tests.fakes import EOS, token_id, write_tokenizer
@@ -47,6 +49,17 @@ def gptj(tmp_path: Path) -> Path:
 def rewrite_config(folder: Path, **changes: Any) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_a_long_start_says_how_far_it_is(
+    gptj: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "SECONDS_A_LINE", 0.0)
+    caplog.set_level("INFO", logger="loray.progress")
+    count = sum(1 for _ in load(gptj).model.model.parameters())
+    assert re.match(f"tensors: {count} of {count} in ", caplog.messages[-1])
+    load(gptj, load_format=LoadFormat.DUMMY)
+    assert re.match(r"tensors filled with random numbers: \d+ \(0.0 GB\)", caplog.messages[-1])
 
 
 def test_what_was_loaded_is_counted(gptj: Path) -> None:
