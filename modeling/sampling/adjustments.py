@@ -168,13 +168,13 @@ def adjust(logits: Tensor, changes: Adjustments) -> Tensor:
     The order is biases and masks, repetition, frequency and presence, watermark, bad words, allowed
     ids, grammar.
     """
-    result = logits.to(torch.float32, copy=True)
     kernels = sampling_kernels(logits.device)
-    penalise, mark, allow = (
-        (_penalise_rows, _mark, _allow)
+    copied, penalise, mark, allow = (
+        (_copied, _penalise_rows, _mark, _allow)
         if kernels is None
-        else (kernels.penalise, kernels.mark, kernels.allow)
+        else (kernels.copied, kernels.penalise, kernels.mark, kernels.allow)
     )
+    result = copied(logits)
     if changes.biases is not None:
         _bias(result, changes.biases)
     if changes.penalties is not None:
@@ -187,6 +187,10 @@ def adjust(logits: Tensor, changes: Adjustments) -> Tensor:
         if allowed is not None:
             allow(result, allowed)
     return result
+
+
+def _copied(logits: Tensor) -> Tensor:
+    return logits.to(torch.float32, copy=True)
 
 
 def _mark(logits: Tensor, marked: Watermarks) -> None:

@@ -21,6 +21,7 @@ class SamplingKernels:
     draw: (logits [n, vocab], random rows, tokens int64 [n]): writes the random rows' tokens.
     logprobs: see triton_logprobs.logprobs.
     most_logprobs: alternatives that it reports at most.
+    copied: logits [n, vocab] to float32.
     penalise, mark, allow: penalties, watermarks and masks, as `adjustments` defines them.
     """
 
@@ -28,6 +29,7 @@ class SamplingKernels:
     draw: Callable[[Tensor, RandomRows, Tensor], None]
     logprobs: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor]]
     most_logprobs: int
+    copied: Callable[[Tensor], Tensor]
     penalise: Callable[[Tensor, Penalties], None]
     mark: Callable[[Tensor, Watermarks], None]
     allow: Callable[[Tensor, Allowed], None]
@@ -55,6 +57,7 @@ def _triton_kernels() -> SamplingKernels | None:
         draw=triton_sampler.draw,
         logprobs=triton_logprobs.logprobs,
         most_logprobs=triton_logprobs.MOST,
+        copied=triton_adjust.copied,
         penalise=triton_adjust.penalise,
         mark=triton_adjust.mark,
         allow=triton_adjust.allow,

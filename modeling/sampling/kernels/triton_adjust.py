@@ -1,4 +1,4 @@
-"""Changes of float32 logits in address, in Triton; the definitions are in `adjustments`."""
+"""Changes of logits in a float32 copy, in Triton; the definitions are in `adjustments`."""
 
 from typing import Any
 
@@ -19,6 +19,18 @@ Pointer = Any
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def copy_kernel(
+    logits: "Pointer", result: "Pointer", vocab: "Any", stride: "Any", width: tl.constexpr
+) -> None:
+    """Program (row, part): copy it to float32, contiguous; torch's own copy takes twice as long."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * width + tl.arange(0, width)
+    inside = columns < vocab
+    x = tl.load(logits + row * stride + columns, mask=inside).to(tl.float32)
+    tl.store(result + row * vocab + columns, x, mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _own_tokens(
     buffer: "Pointer", starts: "Pointer", lengths: "Pointer", vocab: "Any", width: tl.constexpr
 ) -> "Any":
@@ -31,11 +43,22 @@ def _own_tokens(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def clear_kernel(
+    counts: "Pointer", buffer: "Pointer", starts: "Pointer", lengths: "Pointer", vocab: "Any",
+    width: tl.constexpr,
+) -> None:  # fmt: skip
+    """Program (penalised row, part of its tokens): its counts become zeros, those that are read."""
+    tokens, _, inside = _own_tokens(buffer, starts, lengths, vocab, width)
+    at = counts + tl.program_id(0).to(tl.int64) * vocab + tokens
+    tl.store(at, tl.zeros([width], tl.int32), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def mark_kernel(
     counts: "Pointer", buffer: "Pointer", starts: "Pointer", lengths: "Pointer",
     prompt_lengths: "Pointer", vocab: "Any", width: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program (penalised row, part of its tokens): count them: int32 [rows, vocab] of zeros.
+    """Program (penalised row, part of its tokens): count them: int32 [rows, vocab], cleared.
 
     Bit 0: it is in the prompt; the rest: how often it is in the output.
     """
@@ -100,12 +123,22 @@ def allow_kernel(
     tl.store(address, tl.full([width], -float("inf"), tl.float32), mask=(ids < vocab) & barred)
 
 
+def copied(logits: Tensor) -> Tensor:
+    """Copy logits [n, vocab] to float32."""
+    count, vocab = logits.shape
+    result = torch.empty(count, vocab, dtype=torch.float32, device=logits.device)
+    grid = (count, triton.cdiv(vocab, COLUMNS))
+    copy_kernel[grid](logits, result, vocab, logits.stride(0), width=COLUMNS)
+    return result
+
+
 def penalise(logits: Tensor, penalties: Penalties) -> None:
     """Penalise the tokens that rows have already; logits: [n, vocab], contiguous."""
     count, vocab = len(penalties.rows), logits.shape[1]
-    counts = torch.zeros(count, vocab, dtype=torch.int32, device=logits.device)
+    counts = torch.empty(count, vocab, dtype=torch.int32, device=logits.device)
     grid = (count, triton.cdiv(penalties.longest, TOKENS))
     own = (penalties.buffer, penalties.starts, penalties.lengths)
+    clear_kernel[grid](counts, *own, vocab, width=TOKENS)
     mark_kernel[grid](counts, *own, penalties.prompt_lengths, vocab, width=TOKENS)
     penalise_kernel[grid](
         logits, penalties.rows, counts, *own, penalties.repetition, penalties.frequency,

@@ -8,23 +8,24 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from modeling.sampling.kernels.triton_exact import exponential_noise, least_log_noise, log
+from modeling.sampling.kernels.triton_exact import exponential_noise, log, vocabulary_hash
 
 Pointer = Any
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def warped(
-    logits: "Pointer", peaks: "Pointer", parts: "Any", ids: "Any", inside: "Any", inverse: "Any",
-    spread: tl.constexpr,
-) -> "Any":  # fmt: skip
+def row_peak(peaks: "Pointer", parts: "Any", spread: tl.constexpr) -> "Any":
+    """A row's largest logit, from its parts'; spread: a power of two that holds the parts."""
+    part = tl.arange(0, spread)
+    return tl.max(tl.load(peaks + part, mask=part < parts, other=-float("inf")), axis=0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def warped(logits: "Pointer", ids: "Any", inside: "Any", peak: "Any", inverse: "Any") -> "Any":
     """A row's logits at `ids`, its largest one taken off, times `inverse`.
 
-    logits, peaks: of the row; peaks are its parts' largest logits. spread: a power of two that
-    holds the parts. What is not `inside` is minus infinity.
+    What is not `inside` is minus infinity.
     """
-    part = tl.arange(0, spread)
-    peak = tl.max(tl.load(peaks + part, mask=part < parts, other=-float("inf")), axis=0)
     x = tl.load(logits + ids, mask=inside, other=-float("inf")).to(tl.float32)
     return (x - peak) * inverse
 
@@ -78,40 +79,64 @@ def draw_kernel(
 ) -> None:  # fmt: skip
     """Program (random row, part): the part's best x - ln E among kept tokens, and its id.
 
-    cuts: int32 [filtered rows, 4]: the last kept (key, id) by likelihood, and by surprise.
+    cuts: int32 [filtered rows, 4]: the last kept (key, id) by likelihood, and by surprise. The
+    first key is -1 where the token is known; then the part's id is -1.
     moments: int64 [filtered rows, 2], see `middle`.
     """
     own = tl.program_id(0)
-    parts = tl.num_programs(1)
-    ids = tl.program_id(1) * width + tl.arange(0, width)
-    row = tl.load(rows + own).to(tl.int64)
-    scale = tl.load(inverse + own)
-    x = warped(logits + row * stride, peaks + own * parts, parts, ids, ids < vocab, scale, spread)
-    kept = x > -float("inf")
+    out = own * tl.num_programs(1) + tl.program_id(1)
     filter = tl.load(filters + own)
-    if filter >= 0:
-        kept &= is_kept(x, ids, cuts + filter * 4, least + filter)
-        key = magnitude(-x - middle(moments + filter * 2))
-        last = cuts + filter * 4 + 2
-        kept &= comes_before(key, ids, tl.load(last), tl.load(last + 1))
-    first_key, second_key = tl.load(keys + own * 2), tl.load(keys + own * 2 + 1)
-    # Exact scores are only computed of tokens that may be the best by a bound: of one
-    # or two. Their noise takes as long as all else.
-    bounds = x * 0.999999 - least_log_noise(first_key, second_key, ids)
-    bounds = tl.where(kept, bounds, -float("inf"))
-    top, at = tl.max(bounds, axis=0, return_indices=True)
-    score, token = tl.full([], -float("inf"), tl.float32), tl.program_id(1) * width + at * 0
-    while (top > -float("inf")) & (top >= score):
-        id = tl.program_id(1) * width + at
-        value = tl.max(tl.where(ids == id, x, -float("inf")), axis=0)
-        value -= log(exponential_noise(first_key, second_key, id))
-        if (value > score) | ((value == score) & (id < token)):
-            score, token = value, id
-        bounds = tl.where(ids == id, -float("inf"), bounds)
+    cut = cuts + tl.maximum(filter, 0) * 4
+    if (filter >= 0) & (tl.load(cut) == -1):
+        tl.store(scores + out, -float("inf"))
+        tl.store(ids_of_scores + out, -1)
+    else:
+        start = tl.program_id(1) * width
+        ids = start + tl.arange(0, width)
+        row = logits + tl.load(rows + own).to(tl.int64) * stride
+        peak = row_peak(peaks + own * tl.num_programs(1), tl.num_programs(1), spread)
+        scale = tl.load(inverse + own)
+        x = warped(row, ids, ids < vocab, peak, scale)
+        kept = x > -float("inf")
+        if filter >= 0:
+            kept &= is_kept(x, ids, cut, least + filter)
+            key, last = tl.load(cut + 2), tl.load(cut + 3)
+            if key < 0x7FFFFFFF:
+                distance = magnitude(-x - middle(moments + filter * 2))
+                kept &= comes_before(distance, ids, key, last)
+        first_key, second_key = tl.load(keys + own * 2), tl.load(keys + own * 2 + 1)
+        # Exact scores are only computed of tokens that may be the best by a bound: of one
+        # or two. Their noise takes as long as all else.
+        bounds = tl.where(kept, _bound(x, first_key, second_key, ids), -float("inf"))
         top, at = tl.max(bounds, axis=0, return_indices=True)
-    out = own * parts + tl.program_id(1)
-    tl.store(scores + out, score)
-    tl.store(ids_of_scores + out, token)
+        score, token = tl.full([], -float("inf"), tl.float32), start + at * 0
+        while (top > -float("inf")) & (_score(top) >= score):
+            id = start + at
+            value = warped(row, id, id < vocab, peak, scale)
+            value -= log(exponential_noise(first_key, second_key, id))
+            if (value > score) | ((value == score) & (id < token)):
+                score, token = value, id
+            bounds = tl.where(ids == id, -float("inf"), bounds)
+            top = tl.max(bounds, axis=0)
+            if (top > -float("inf")) & (_score(top) >= score):
+                top, at = tl.max(bounds, axis=0, return_indices=True)
+        tl.store(scores + out, score)
+        tl.store(ids_of_scores + out, token)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _bound(x: "Any", first_key: "Any", second_key: "Any", ids: "Any") -> "Any":
+    """Above x - ln E in an order that `_score` keeps, by few operations; x <= 0."""
+    number = vocabulary_hash(first_key, second_key, ids).to(tl.uint32, bitcast=True)
+    # A float's bits are nearly its binary logarithm, from below; E is above its uniform number.
+    bits = number.to(tl.float32).to(tl.int32, bitcast=True).to(tl.float32)
+    return x * 1.442693598 - bits * 1.1920928955e-7
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _score(bound: "Any") -> "Any":
+    """The bound in units of scores: the floats' bias and 32 bits taken off, and some for errors."""
+    return (bound + 159.0) * 0.69314718 + 0.002
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -133,9 +158,13 @@ def choose_kernel(
     scores: "Pointer", ids: "Pointer", rows: "Pointer", tokens: "Pointer", parts: "Any",
     spread: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program (random row): its best part's token, the lowest id of equals, into `tokens`."""
+    """Program (random row): its best part's token, the lowest id of equals, into `tokens`.
+
+    Parts' ids are -1 where the token is there already.
+    """
     own = tl.program_id(0)
     part = tl.arange(0, spread)
     found = tl.load(scores + own * parts + part, mask=part < parts, other=-float("inf"))
     token = tl.load(ids + own * parts + tl.argmax(found, axis=0))
-    tl.store(tokens + tl.load(rows + own), token.to(tl.int64))
+    if token >= 0:
+        tl.store(tokens + tl.load(rows + own), token.to(tl.int64))

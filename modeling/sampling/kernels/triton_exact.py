@@ -83,15 +83,3 @@ def _uniform(first_key: "Any", second_key: "Any", ids: "Any") -> "Any":
 def exponential_noise(first_key: "Any", second_key: "Any", ids: "Any") -> "Any":
     """See noise.exponential_noise."""
     return minus_log1m(_uniform(first_key, second_key, ids))
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def least_log_noise(first_key: "Any", second_key: "Any", ids: "Any") -> "Any":
-    """A bound below ln of the noise: near it where the noise is small."""
-    v = _uniform(first_key, second_key, ids)
-    # -ln(1 - v) = v + v^2 / 2 + ...
-    bits = (v + 0.5 * v * v).to(tl.int32, bitcast=True)
-    d = ((bits & 0x007FFFFF) | 0x3F800000).to(tl.float32, bitcast=True) - 1.0
-    # ln(1 + d) within 0.0006 for d in [0, 1).
-    rough = d * (0.98745263 + d * (d * 0.11463313 - 0.4084045)) - 0.001
-    return rough + ((bits >> 23) - 127).to(tl.float32) * 0.69314718

@@ -7,12 +7,13 @@ import torch
 import triton
 from torch import Tensor
 
+from modeling.sampling.kernels.triton_candidates import cut_kernel
 from modeling.sampling.kernels.triton_cuts import (
     BINS,
+    FEW,
     LAST,
     bracket_kernel,
     count_kernel,
-    cut_kernel,
     gather_kernel,
     moments_kernel,
 )
@@ -29,7 +30,7 @@ from modeling.sampling.warpers import FilteredRows
 WIDTH = 4096
 """Columns of a part."""
 
-CANDIDATES = 4096
+CANDIDATES = 8192
 """Tokens that a bisection holds in registers: nearly always all that there are."""
 
 
@@ -37,12 +38,14 @@ CANDIDATES = 4096
 class _Launch:
     """What all launches over one step's logits share.
 
-    logits: [n, vocab]. peaks: float32 [m, parts], the random rows' largest logits by part.
+    logits: [n, vocab]. peaks: float32 [m, parts], the random rows' largest logits by part. tokens:
+    int64 [n], where their tokens go.
     """
 
     logits: Tensor
     random: RandomRows
     peaks: Tensor
+    tokens: Tensor
 
     @property
     def parts(self) -> int:
@@ -93,7 +96,7 @@ def draw(logits: Tensor, random: RandomRows, tokens: Tensor) -> None:
     vocab, count = logits.shape[1], len(random.rows)
     parts = triton.cdiv(vocab, WIDTH)
     peaks = torch.empty(count, parts, dtype=torch.float32, device=logits.device)
-    launch = _Launch(logits, random, peaks)
+    launch = _Launch(logits, random, peaks, tokens)
     grid = (count, parts)
     peaks_kernel[grid](logits, random.rows, peaks, *launch.sizes, width=WIDTH)
     cuts = _cuts(launch, random.filtered)
@@ -127,13 +130,16 @@ def _cuts(launch: _Launch, filtered: FilteredRows | None) -> _Cuts:
 
 
 def _cut(launch: _Launch, filtered: FilteredRows, cuts: _Cuts, typical: bool) -> None:
-    """Find where the filtered rows' tokens end by one order; changes `cuts`."""
+    """Find where the filtered rows' tokens end by one order; changes `cuts`.
+
+    Rows that keep few tokens get theirs at once.
+    """
     count, vocab, device = len(filtered.rows), launch.logits.shape[1], launch.logits.device
     shared = (*launch.rows, filtered.rows, cuts.ends, filtered.least, cuts.moments)
     bins, kind = 2 * BINS if typical else BINS, {"TYPICAL": typical}
     share = filtered.typical_p if typical else filtered.top_p
     counts = torch.zeros(count, bins, dtype=torch.int32, device=device)
-    plans = torch.empty(count, 4, dtype=torch.int32, device=device)
+    plans = torch.empty(count, 5, dtype=torch.int32, device=device)
     totals = torch.empty(count, 3, dtype=torch.int64, device=device)
     values = torch.empty(count, vocab, dtype=torch.float32, device=device)
     candidates = torch.empty(count, vocab, dtype=torch.int32, device=device)
@@ -142,12 +148,14 @@ def _cut(launch: _Launch, filtered: FilteredRows, cuts: _Cuts, typical: bool) ->
         *shared, counts, *launch.sizes, bins=bins, **kind, **launch.constants
     )  # fmt: skip
     bracket_kernel[(count,)](
-        counts, filtered.top_k, share, cuts.moments, plans, totals, bins=bins, num_warps=4, **kind
+        counts, filtered.top_k, share, cuts.moments, plans, totals, few=FEW, bins=bins,
+        num_warps=4, **kind,
     )  # fmt: skip
     gather_kernel[grid](
         *shared, plans, totals, values, candidates, *launch.sizes, **kind, **launch.constants
     )
     cut_kernel[(count,)](
-        share, cuts.moments, plans, totals, values, candidates, cuts.ends, vocab,
-        block=CANDIDATES, num_warps=8, **kind, **EXACT,
+        share, cuts.moments, plans, totals, values, candidates, cuts.ends, filtered.least,
+        filtered.typical_p, launch.random.keys, filtered.rows, launch.random.rows, launch.tokens,
+        vocab, block=CANDIDATES, few=FEW, num_warps=16, **kind, **EXACT,
     )  # fmt: skip
