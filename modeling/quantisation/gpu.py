@@ -75,6 +75,7 @@ def integers(
     codes: Tensor,
     scales: Tensor,
     zeros: Tensor | None,
+    table: Tensor | None,
     middle: int,
     group: int,
     bias: Tensor | None,
@@ -86,9 +87,11 @@ def integers(
     if cut is not None and inputs // len(codes) >= triton_integers.LEAST_CHUNK:
         y = x.new_empty(len(x), outputs) if out is None else out
         x = x.contiguous()
-        return triton_integers.integer_product(x, codes, scales, zeros, middle, group, bias, y, cut)
+        return triton_integers.integer_product(
+            x, codes, scales, zeros, table, middle, group, bias, y, cut
+        )
     weight = torch.empty(outputs, inputs, dtype=x.dtype, device=x.device)
-    triton_integers.dequantise(codes, scales, zeros, middle, group, weight)
+    triton_integers.dequantise(codes, scales, zeros, table, middle, group, weight)
     y = F.linear(x, weight, bias)
     return y if out is None else out.copy_(y)
 

@@ -136,12 +136,11 @@ class IntegerWeight(QuantisedWeight):
     def forward(self, x: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         """x W^T + bias."""
         gpu = gpu_products(x)
-        if gpu is None or not self.is_packed or self.size is None or self.table is not None:
+        if gpu is None or not self.is_packed or self.size is None:
             return super().forward(x, bias, out)
         own = x if self.order is None else x.index_select(1, self.order)
-        return gpu.integers(
-            own, self.codes, self.scales, self.zeros, self.middle, self.size, bias, out
-        )
+        shared = self.scales, self.zeros, self.table
+        return gpu.integers(own, self.codes, *shared, self.middle, self.size, bias, out)
 
     def __getitem__(self, rows: slice) -> Tensor:
         """Return some rows in `dtype`."""

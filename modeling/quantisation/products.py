@@ -25,8 +25,8 @@ class GpuProducts:
     fp8: (x in fp8, its scales, codes, scales, bias, out, type of the result), as Fp8Weight has
     codes and scales.
     fp8_blocks: (x, codes, scales of blocks [out / 128, in / 128], bias, out).
-    integers: (x, codes in chunks, scales, zeros or None, middle, inputs of a group, bias, out), of
-    4 bits, as IntegerWeight has them.
+    integers: (x, codes in chunks, scales, zeros or None, table or None, middle, inputs of a group,
+    bias, out), of 4 bits, as IntegerWeight has them.
     """
 
     rounded: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
@@ -35,7 +35,18 @@ class GpuProducts:
     ]
     fp8_blocks: Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
     integers: Callable[
-        [Tensor, Tensor, Tensor, Tensor | None, int, int, Tensor | None, Tensor | None], Tensor
+        [
+            Tensor,
+            Tensor,
+            Tensor,
+            Tensor | None,
+            Tensor | None,
+            int,
+            int,
+            Tensor | None,
+            Tensor | None,
+        ],
+        Tensor,
     ]
 
 

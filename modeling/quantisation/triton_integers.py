@@ -1,6 +1,7 @@
 """Products with weights of 4 bits, in Triton.
 
     y[m, n] = sum_g s[g, n] * sum_k x[m, k] (W[n, k] - z[g, n])     k of group g
+    y[m, n] = sum_k x[m, k] round(table[W[n, k]] * s[g(k), n])      where codes stand for numbers
 
 Codes lie in chunks of inputs, see `integers.pack`: a word of 16 bits has four codes whose inputs
 are a quarter of a chunk apart, so that the codes of one place in neighbouring words belong to
@@ -58,20 +59,31 @@ def _assembly(dtype: torch.dtype) -> list[str]:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _numbers(words: "Any", middle: "Any", ASM: tl.constexpr) -> "Any":
-    """Codes at one place of the words, less `middle`, in middle's type."""
-    return tl.inline_asm_elementwise(
-        ASM, "=r,r,r", [words, middle], dtype=middle.dtype, is_pure=True, pack=2
-    )
+def _numbers(
+    words: "Any", middle: "Any", table: "Pointer", factors: "Any",
+    PLACE: tl.constexpr, ASM: tl.constexpr, HAS_TABLE: tl.constexpr,
+) -> "Any":
+    """Codes at one place of the words, less `middle`, in middle's type.
+
+    HAS_TABLE: what they stand for, by the factor of each row.
+    """
+    if HAS_TABLE:
+        found = tl.load(table + ((words.to(tl.int32) >> (4 * PLACE)) & 15))
+        numbers = (found * factors[:, None]).to(middle.dtype)
+    else:
+        numbers = tl.inline_asm_elementwise(
+            ASM, "=r,r,r", [words, middle], dtype=middle.dtype, is_pure=True, pack=2
+        )
+    return numbers
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
 def _integers(
-    x: "Pointer", codes: "Pointer", scales: "Pointer", zeros: "Pointer", bias: "Pointer",
-    y: "Pointer", sums: "Pointer", arrived: "Pointer",
+    x: "Pointer", codes: "Pointer", scales: "Pointer", zeros: "Pointer", table: "Pointer",
+    bias: "Pointer", y: "Pointer", sums: "Pointer", arrived: "Pointer",
     num_rows: "Any", num_outputs: "Any", x_stride: int, y_stride: int,
     INPUTS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
-    MIDDLE: tl.constexpr, HAS_ZEROS: tl.constexpr, RAISED: tl.constexpr,
+    MIDDLE: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_TABLE: tl.constexpr, RAISED: tl.constexpr,
     ASM0: tl.constexpr, ASM1: tl.constexpr, ASM2: tl.constexpr, ASM3: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
     SHARES: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
@@ -117,19 +129,26 @@ def _integers(
         words = tl.load(w_rows[:, None] + word[None, :])
         xs = x_rows[None, :] + word[:, None]
         x0 = tl.load(xs, mask=live[None, :], other=0.0)
-        part = tl.dot(_numbers(words, middle, ASM0), x0)
+        w = _numbers(words, middle, table, factors, 0, ASM0, HAS_TABLE)
+        part = tl.dot(w, x0)
         x1 = tl.load(xs + WORDS, mask=live[None, :], other=0.0)
-        part = tl.dot(_numbers(words, middle, ASM1), x1, part)
+        w = _numbers(words, middle, table, factors, 1, ASM1, HAS_TABLE)
+        part = tl.dot(w, x1, part)
         x2 = tl.load(xs + 2 * WORDS, mask=live[None, :], other=0.0)
-        part = tl.dot(_numbers(words, middle, ASM2), x2, part)
+        w = _numbers(words, middle, table, factors, 2, ASM2, HAS_TABLE)
+        part = tl.dot(w, x2, part)
         x3 = tl.load(xs + 3 * WORDS, mask=live[None, :], other=0.0)
-        part = tl.dot(_numbers(words, middle, ASM3), x3, part)
+        w = _numbers(words, middle, table, factors, 3, ASM3, HAS_TABLE)
+        part = tl.dot(w, x3, part)
         if HAS_ZEROS:
             # A number for each output would keep the codes from going straight to the product.
             total = tl.sum(x0.to(tl.float32) + x1.to(tl.float32), axis=0)
             total += tl.sum(x2.to(tl.float32) + x3.to(tl.float32), axis=0)
             part -= (zero.to(tl.float32) - MIDDLE)[:, None] * total[None, :]
-        acc += part * factors.to(tl.float32)[:, None]
+        if HAS_TABLE:
+            acc += part
+        else:
+            acc += part * factors.to(tl.float32)[:, None]
         factors, zero = next_factors, next_zero
         w_rows += step
         x_rows += CHUNK
@@ -141,12 +160,15 @@ def _integers(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _dequantise(
-    codes: "Pointer", scales: "Pointer", zeros: "Pointer", y: "Pointer",
+    codes: "Pointer", scales: "Pointer", zeros: "Pointer", table: "Pointer", y: "Pointer",
     num_outputs: int,
     INPUTS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
-    MIDDLE: tl.constexpr, HAS_ZEROS: tl.constexpr, BLOCK_N: tl.constexpr,
+    MIDDLE: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_TABLE: tl.constexpr, BLOCK_N: tl.constexpr,
 ) -> None:
-    """y = (code - zero) * scale for one chunk of BLOCK_N outputs; y: [out, in]."""
+    """y = (code - zero) * scale, or table[code] * scale, for one chunk of BLOCK_N outputs.
+
+    y: [out, in].
+    """
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     chunk = tl.program_id(1)
     WORDS: tl.constexpr = CHUNK // 4
@@ -162,7 +184,11 @@ def _dequantise(
         middle = tl.load(zeros + at_group, mask=inside, other=0).to(tl.float32)
     out = y + n.to(tl.int64)[:, None] * INPUTS + chunk * CHUNK + word[None, :]
     for place in tl.static_range(4):
-        found = (((words >> (4 * place)) & 15).to(tl.float32) - middle[:, None]) * factors[:, None]
+        code = (words >> (4 * place)) & 15
+        if HAS_TABLE:
+            found = tl.load(table + code) * factors[:, None]
+        else:
+            found = (code.to(tl.float32) - middle[:, None]) * factors[:, None]
         tl.store(out + place * WORDS, found.to(y.dtype.element_ty), mask=mask)
 
 
@@ -173,7 +199,13 @@ _launch_dequantise = Launcher(_dequantise)
 
 
 def dequantise(
-    codes: Tensor, scales: Tensor, zeros: Tensor | None, middle: int, size: int, y: Tensor
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    table: Tensor | None,
+    middle: int,
+    size: int,
+    y: Tensor,
 ) -> Tensor:
     """Write codes [chunks, out, n] as numbers into y [out, in]; size: inputs of a group."""
     chunks, outputs, _ = codes.shape
@@ -181,11 +213,12 @@ def dequantise(
     block, chunk = 64, inputs // chunks
     _launch_dequantise(
         (y.device, y.dtype, scales.dtype, inputs, outputs % 16, chunk, size, middle, zeros is None,
-         aligned(codes, y)),
+         table is None, aligned(codes, y)),
         (-(-outputs // block), chunks),
-        (codes.view(torch.int16), scales, codes if zeros is None else zeros, y, outputs),
+        (codes.view(torch.int16), scales, codes if zeros is None else zeros,
+         scales if table is None else table, y, outputs),
         {"INPUTS": inputs, "CHUNK": chunk, "CHUNKS": size // chunk, "MIDDLE": middle,
-         "HAS_ZEROS": zeros is not None, "BLOCK_N": block},
+         "HAS_ZEROS": zeros is not None, "HAS_TABLE": table is not None, "BLOCK_N": block},
         {"num_warps": 4},
     )  # fmt: skip
     return y
@@ -196,6 +229,7 @@ def integer_product(
     codes: Tensor,
     scales: Tensor,
     zeros: Tensor | None,
+    table: Tensor | None,
     middle: int,
     size: int,
     bias: Tensor | None,
@@ -211,13 +245,16 @@ def integer_product(
     assembly = {f"ASM{place}": text for place, text in enumerate(_assembly(x.dtype))}
     _launch_integers(
         (x.device, x.dtype, y.dtype, inputs, outputs, height, cut, shares, bias is None, chunk,
-         size, middle, zeros is None, scales.dtype, aligned(x, codes, y), x.stride(0), y.stride(0)),
+         size, middle, zeros is None, table is None, scales.dtype, aligned(x, codes, y),
+         x.stride(0), y.stride(0)),
         (-(-outputs // cut.outputs) * shares,),
         (x, codes.view(torch.int16), scales, codes if zeros is None else zeros,
-         y if bias is None else bias, y, sums, arrived, rows, outputs, x.stride(0), y.stride(0)),
+         scales if table is None else table, y if bias is None else bias, y, sums, arrived,
+         rows, outputs, x.stride(0), y.stride(0)),
         {"INPUTS": inputs, "CHUNK": chunk, "CHUNKS": size // chunk,
          "MIDDLE": middle if zeros is None else 8,
-         "HAS_ZEROS": zeros is not None, "RAISED": RAISED[x.dtype], **assembly,
+         "HAS_ZEROS": zeros is not None, "HAS_TABLE": table is not None,
+         "RAISED": RAISED[x.dtype], **assembly,
          "ROWS": height, "BLOCK_N": cut.outputs, "SHARES": shares,
          "HAS_BIAS": bias is not None, "PDL": dependent},
         {"num_warps": cut.warps, "num_stages": cut.stages, **launch_options(dependent)},

@@ -12,7 +12,7 @@ from configs.quantisation import Activations
 from modeling.quantisation import activations
 from modeling.quantisation.base import QuantisedWeight
 from modeling.quantisation.fp8 import round_blocks, round_rows
-from modeling.quantisation.integers import IntegerWeight, local_groups, round_groups
+from modeling.quantisation.integers import Groups, IntegerWeight, local_groups, round_groups
 
 pytestmark = [
     pytest.mark.gpu,
@@ -44,6 +44,17 @@ def act_order(dtype: torch.dtype) -> IntegerWeight:
     return IntegerWeight(codes, local_groups(scales, zeros, group_of, 0), 4, dtype)
 
 
+def from_table(dtype: torch.dtype) -> IntegerWeight:
+    """Codes that stand for other numbers than themselves, as those of nf4 do."""
+    generator = torch.Generator("cuda").manual_seed(3)
+    options: dict[str, Any] = {"device": "cuda", "generator": generator}
+    codes = torch.randint(0, 16, (OUTPUTS, INPUTS), dtype=torch.uint8, **options)
+    scales = torch.rand(OUTPUTS, INPUTS // 64, **options).mul(0.1)
+    group_of = torch.arange(INPUTS, device="cuda") // 64
+    table = torch.randn(16, **options)
+    return IntegerWeight(codes, Groups(scales, None, group_of, 64), 4, dtype, table)
+
+
 FORMS: dict[str, Callable[[torch.dtype], QuantisedWeight]] = {
     "fp8": lambda dtype: round_rows(matrix(dtype), matrix(dtype).abs().amax(1).float(), dtype),
     "blocks": lambda dtype: round_blocks(matrix(dtype), (128, 128), Activations.GROUP),
@@ -51,6 +62,7 @@ FORMS: dict[str, Callable[[torch.dtype], QuantisedWeight]] = {
     "4 bits by 32": lambda dtype: round_groups(matrix(dtype), 4, 32),
     "8 bits": lambda dtype: round_groups(matrix(dtype), 8, 128),
     "act-order": act_order,
+    "from a table": from_table,
 }
 
 
