@@ -149,8 +149,16 @@ FORMS: dict[str, tuple[Callable[[str, Tensor], Tensors] | None, dict[str, Any]]]
         {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
     ),
     "8 bits": (as_int8, {"quant_method": "bitsandbytes", "load_in_8bit": True}),
+    "nf4 at load": (None, {}),
+    "8 bits at load": (None, {}),
 }
 """How a matrix is stored, and what config.json says; None: it is rounded at load."""
+
+AT_LOAD = {
+    "fp8": Quantize.FP8,
+    "nf4 at load": Quantize.BITSANDBYTES_NF4,
+    "8 bits at load": Quantize.BITSANDBYTES,
+}
 
 
 def write(folder: Path, form: str) -> tuple[Path, Path]:
@@ -182,9 +190,7 @@ def make_runner(model: Path, form: str, device: Device, dtype: DType) -> ModelRu
     kind = AttentionKind.TRITON if device is Device.CUDA else AttentionKind.AUTO
     config = engine_config(
         model,
-        model=ModelConfig(
-            id=str(model), dtype=dtype, quantize=Quantize.FP8 if form == "fp8" else Quantize.NONE
-        ),
+        model=ModelConfig(id=str(model), dtype=dtype, quantize=AT_LOAD.get(form, Quantize.NONE)),
         device=device,
         attention=kind,
         cache=CacheConfig(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE),
@@ -210,6 +216,8 @@ def test_models(
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if form == "nf4 at load":
+        pytest.importorskip("bitsandbytes")
     # Formats are compared before they are served.
     monkeypatch.setattr(loading, "check_device", lambda *_: None)
     model, adapter = write(tmp_path, form)
