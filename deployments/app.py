@@ -164,8 +164,7 @@ def _why_padded(engine: EngineConfig) -> str | None:
         folder = fetch_model_config(engine.model)
     except ModelNotFound:
         return None  # It may be on the ranks' nodes alone; they refuse what they cannot cut.
-    on_gpu = engine.device is not Device.CPU
-    return padded_reason(load_architecture(folder), engine.model.quantize, on_gpu)
+    return padded_reason(load_architecture(folder))
 
 
 def _on_gpu(engine: EngineConfig) -> bool:

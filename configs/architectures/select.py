@@ -22,7 +22,6 @@ from configs.architectures.base import (
 )
 from configs.architectures.quantisation import parse_quantisation
 from configs.architectures.rope import RotaryArchitecture
-from configs.model import Quantize
 from configs.wire.sampling import Pooling
 from configs.wire.tasks import ModelTask, TaskKind
 
@@ -179,15 +178,10 @@ def _of_decoder(path: Path, key: str) -> Any:
     return (fields.get("text_config") or {}).get(key) if own is None else own
 
 
-def padded_reason(
-    architecture: ModelArchitecture, quantize: Quantize = Quantize.NONE, on_gpu: bool = False
-) -> str | None:
+def padded_reason(architecture: ModelArchitecture) -> str | None:
     """Why a model runs in transformers' padded code; None for one that is paged."""
     if isinstance(architecture, padded.PaddedArchitecture):
         return architecture.reason
-    # Paged models in these forms have not been compared on GPUs yet.
-    if on_gpu and quantize in (Quantize.BITSANDBYTES, Quantize.BITSANDBYTES_NF4):
-        return f"model.quantize is {quantize.value} on a GPU"
     return None
 
 

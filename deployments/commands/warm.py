@@ -80,7 +80,7 @@ def _compile(config: EngineConfig) -> None:
     except (ModelNotFound, ArchitectureError) as error:
         fail(str(error))
     typer.echo(f"{config.model.id}: compiling for {config.tensor_parallel} ranks")
-    reason = padded_reason(architecture, config.model.quantize, on_gpu=True)
+    reason = padded_reason(architecture)
     if reason is not None:
         typer.echo(f"  it runs in transformers' code, which compiles nothing at start: {reason}")
         return

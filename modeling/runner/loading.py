@@ -14,7 +14,6 @@ from configs.architectures.select import load_architecture
 from configs.architectures.text_stack import decoder_name, outer_paths
 from configs.engine import CacheDType, Device, EngineConfig
 from configs.model import DType, LoadFormat
-from configs.quantisation import Activations, Quantisation, WeightFormat
 from modeling.adapters.linear import biased_projections
 from modeling.adapters.norms import norm_projection
 from modeling.adapters.peft_score import score_projection
@@ -94,8 +93,6 @@ def load_model(config: EngineConfig, group: TensorParallel, device: torch.device
             scales = stored_scales(source, architecture.num_layers)
     find_format = format_of_dummies if is_dummy else linear_format
     form = find_format(architecture.quantisation, config.model.quantize)
-    if form is not None:
-        check_device(architecture.quantisation, device)
     free = device_memory(device).free if device.type == "cuda" else 0
     try:
         model = build_model(architecture, Weights(source, group, dtype, device, form))
@@ -136,21 +133,6 @@ def bytes_by_form(model: nn.Module) -> dict[str, int]:
             name = str(parameter.dtype).removeprefix("torch.")
             forms[name] = forms.get(name, 0) + parameter.nbytes
     return forms
-
-
-SERVED_ON_GPUS = (WeightFormat.FP8, WeightFormat.FP8_BLOCKS)
-"""Formats of checkpoints of which whole models were compared on a GPU."""
-
-
-def check_device(stored: Quantisation | None, device: torch.device) -> None:
-    """Refuse checkpoints of formats that are not served on the device."""
-    if stored is None or device.type != "cuda":
-        return
-    if stored.format not in SERVED_ON_GPUS or stored.activations is Activations.NONE:
-        raise ValueError(
-            f"models that {stored.method} quantised as this one are not served on GPUs yet: set "
-            "device to cpu, or give the model before it was quantised and set model.quantize to fp8"
-        )
 
 
 def with_other_models(

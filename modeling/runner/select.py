@@ -23,7 +23,7 @@ def load_runner(
     spread: whether a model that is not paged may lie on all GPUs that this process sees.
     """
     architecture = load_architecture(fetch_model(config.model))
-    why = padded_reason(architecture, config.model.quantize, device.type == "cuda")
+    why = padded_reason(architecture)
     if why is None:
         return load_paged(config, group, device)
     logger.info("%s runs in transformers' padded code: %s", architecture.architecture, why)

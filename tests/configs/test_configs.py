@@ -73,11 +73,11 @@ def test_several_ranks_of_an_encoder_are_refused(tmp_path: Path) -> None:
         bundles(ServeConfig.model_validate({"engine": engine}))
 
 
-def test_a_model_of_bitsandbytes_is_one_rank_on_gpus(tmp_path: Path) -> None:
+def test_a_model_of_bitsandbytes_is_cut_over_gpus(tmp_path: Path) -> None:
     write_llama(tmp_path)
     model = {"id": str(tmp_path), "quantize": "bitsandbytes"}
     args = {"engine": {"model": model, "tensor_parallel": 4, "device": "cuda"}}
-    assert bundles(ServeConfig.model_validate(args))[1:] == [{"CPU": 1.0, "GPU": 4}]
+    assert bundles(ServeConfig.model_validate(args))[1:] == 4 * [{"CPU": 1.0, "GPU": 1}]
 
 
 @pytest.mark.parametrize(

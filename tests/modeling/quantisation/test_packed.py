@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 from configs.architectures.select import load_architecture
 from modeling.quantisation.formats import StoredFormat
 from modeling.quantisation.integers import IntegerWeight
-from modeling.runner.loading import check_device
 from sharding.checkpoint import SafetensorsCheckpoint
 from sharding.group import SingleRank
 from sharding.linear_weight import LinearPart, LinearWeight
@@ -92,11 +91,3 @@ def test_tokens(tmp_path: Path, name: str, ranks: int) -> None:
     oracle.load_state_dict(state)
     adapter = write_adapter(tmp_path / "adapter", dense, AdapterRecipe(r=4, std=0.2))
     compare(folder, [adapter], oracle, ranks, dtype="float32")
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_gpus_refuse_them_for_now(name: str) -> None:
-    how = load_architecture(CHECKPOINTS / name).quantisation
-    check_device(how, torch.device("cpu"))
-    with pytest.raises(ValueError, match=r"not served on GPUs yet.*model\.quantize to fp8"):
-        check_device(how, torch.device("cuda"))
