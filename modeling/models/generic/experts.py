@@ -47,9 +47,6 @@ CONVERTED = frozenset(
 """Types for which PEFT joins modules of single experts (peft/utils/transformers_weight_conversion
 .py); over others it ignores such modules."""
 
-ON_GPUS = False
-"""Whether they are served there: they have not been compared on one yet."""
-
 _OLD_NAMES = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 _OLD_PARENT = (".mlp.", ".block_sparse_moe.")
 
@@ -78,12 +75,10 @@ class RoutedModule:
 class RoutedLayers:
     """A model's experts and routers.
 
-    projections: what adapters change of them; none where they are not adapted.
+    projections: what adapters change of them.
     """
 
-    def __init__(
-        self, causal: PreTrainedModel, plan: CutPlan, taken: int, is_adapted: bool
-    ) -> None:
+    def __init__(self, causal: PreTrainedModel, plan: CutPlan, taken: int) -> None:
         """Find them, while parameters have their whole shapes; taken: the other projections."""
         kinds: dict[str, list[tuple[str, Any]]] = defaultdict(list)
         for path, module in causal.named_modules():
@@ -93,13 +88,13 @@ class RoutedLayers:
         self._experts: list[RoutedModule] = []
         self._routers: list[RoutedModule] = []
         for template, members in kinds.items():
-            maps = _projections(causal, plan, template, members) if is_adapted else []
+            maps = _projections(causal, plan, template, members)
             targets = _targets(maps, taken + len(made))
             made += maps
             self._experts += [RoutedModule(m, i, targets) for i, (_, m) in enumerate(members)]
         for template, members in _routers(causal, kinds).items():
             targets = {"router": [Target(taken + len(made), 0)]}
-            made += [_router(causal, template, members)] if is_adapted else []
+            made += [_router(causal, template, members)]
             self._routers += [RoutedModule(m, i, targets) for i, (_, m) in enumerate(members)]
         self.projections: tuple[Projection, ...] = tuple(made)
 

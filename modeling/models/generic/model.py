@@ -27,7 +27,7 @@ from modeling.adapters.projection import BaseRows, Projection
 from modeling.adapters.vocabulary import EndNames, vocabulary_projections
 from modeling.models.base import AttentionLayer
 from modeling.models.context import PagedContext
-from modeling.models.generic import experts
+from modeling.models.generic.experts import RoutedLayers
 from modeling.models.generic.cuts import CutPlan
 from modeling.models.generic.found_norms import find_norms, input_shapes
 from modeling.models.generic.fusions import fuse, undo_rotations
@@ -77,8 +77,7 @@ class GenericForCausalLM(nn.Module):
         self.projections: tuple[Projection, ...] = replace_linears(
             self.causal, plan, weights, self._step
         )
-        is_adapted = self.device.type != "cuda" or experts.ON_GPUS
-        routed = experts.RoutedLayers(self.causal, plan, len(self.projections), is_adapted)
+        routed = RoutedLayers(self.causal, plan, len(self.projections))
         self.projections = (*self.projections, *routed.projections)
         read_rest(self.causal, plan, weights)
         routed.install(self._step)
