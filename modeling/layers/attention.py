@@ -1,10 +1,12 @@
 """Steps of self-attention between its two projections, the same for all models."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from modeling.attention.kv_cache import LayerCache
-from modeling.layers.fused import casts_to_fp8, fused_ops
+from modeling.layers.fused import HeadNorms, casts_to_fp8, fused_ops
 from modeling.layers.norm import RMSNorm
 from modeling.layers.rotary import rotate
 from sharding.slicing import HeadCut
@@ -51,18 +53,41 @@ def rotate_and_store(
     all); k and v of the others are in the cache already.
     Returns [tokens, heads, head_dim].
     """
-    if angles is not None and stored is None and qkv.is_contiguous() and _writable(cache):
+    if angles is not None and stored is None:
         # One launch instead of several; it rotates whole heads and stores every token.
-        fused = fused_ops(qkv.device)
         split = qkv.view(qkv.shape[0], heads.num_heads + 2 * heads.num_kv_heads, -1)
-        if fused is not None and angles[0].shape[-1] == split.shape[-1]:
-            return fused.rotate_and_store(split, heads.num_heads, angles, cache, slots)
+        counts = [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads]
+        parts = torch.split(split, counts, dim=1)
+        found = rotate_and_store_at_once(parts, angles, cache, slots, None, in_place=True)
+        if found is not None:
+            return found
     queries, keys, values = split_heads(qkv, heads, angles)
     if stored is None:
         cache.store(keys, values, slots)
     else:
         cache.store(keys[stored], values[stored], slots[stored])
     return queries
+
+
+def rotate_and_store_at_once(
+    parts: Sequence[Tensor],
+    angles: Angles,
+    cache: LayerCache,
+    slots: Tensor,
+    norms: HeadNorms | None,
+    in_place: bool,
+) -> Tensor | None:
+    """See `FusedOps.rotate_and_store`; None where the device has no kernel for it.
+
+    Whole heads are rotated by it.
+    """
+    q = parts[0]
+    fused, head_dim = fused_ops(q.device), q.shape[2]
+    are_whole = angles[0].shape[-1] == head_dim and all(angle.is_contiguous() for angle in angles)
+    lie_together = all(each.stride()[1:] == (head_dim, 1) for each in parts)
+    if fused is None or not (are_whole and lie_together and _writable(cache)):
+        return None
+    return fused.rotate_and_store(parts, angles, cache, slots, norms, in_place)
 
 
 def _writable(cache: LayerCache) -> bool:

@@ -7,12 +7,22 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from modeling.attention.kv_cache import LayerCache
 from modeling.quantisation.activations import FP8
 from sharding.linear_weight import LinearWeight
 
 Rounded = tuple[Tensor, Tensor]
 """fp8 [tokens, n] and float32 [tokens, 1]: numbers, and the scale of each token's."""
+
+
+@dataclass(frozen=True)
+class HeadNorms:
+    """RMS norms of each head of q and of each of k.
+
+    weights: float32 [head_dim] each. eps: what is added to the mean squares.
+    """
+
+    weights: tuple[Tensor, Tensor]
+    eps: tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -25,8 +35,9 @@ class FusedOps:
     silu_mul: gate and up side by side [tokens, 2 * n] to silu(gate) * up [tokens, n]; `rounded` the
     same.
     gelu_tanh_mul: the same with the tanh form of GELU.
-    rotate_and_store: (qkv [tokens, heads, head_dim], number of query heads, (cos, sin), cache,
-    slots) to q, overwritten with its rotation; k and v go to the cache, as LayerCache.store.
+    rotate_and_store: ((q, k, v) [tokens, heads or kv_heads, head_dim], (cos, sin), cache, slots,
+    norms or None) to the rotation of q; k and v go to the cache, as LayerCache.store. A last
+    argument: whether q is overwritten.
     angles: (int64 positions [tokens], float32 frequencies [sets, n], scale, type) to (cos, sin)
     [tokens, 1, 2 * n], as Rotary.angles.
     best: logits [rows, vocab] to int64 [rows], each row's argmax, the lowest id of equals.
@@ -35,7 +46,7 @@ class FusedOps:
     add_rms_norm: Callable[..., tuple[Tensor, Tensor]]
     silu_mul: Callable[..., Tensor]
     gelu_tanh_mul: Callable[[Tensor], Tensor]
-    rotate_and_store: Callable[[Tensor, int, tuple[Tensor, Tensor], LayerCache, Tensor], Tensor]
+    rotate_and_store: Callable[..., Tensor]
     angles: Callable[[Tensor, Tensor, float, torch.dtype], tuple[Tensor, Tensor]]
     best: Callable[[Tensor], Tensor]
 

@@ -5,6 +5,7 @@ programmatic dependent launches (PDL): each starts while the kernel before it en
 that one wrote only after `gdc_wait`, and lets the next one start.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from configs.architectures.rope import POSITIONS_PER_SET
 from modeling.attention.kv_cache import FP8_MAX, LayerCache
+from modeling.layers.fused import HeadNorms
 from modeling.triton_launch import Launcher, aligned, has_dependent_launch, launch_options
 
 HEADS_PER_PROGRAM = 4
@@ -42,50 +44,84 @@ def _clamped(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _of_parts(
+    q: "Pointer", k: "Pointer", v: "Pointer", is_query: "Any", is_key: "Any", is_value: "Any"
+) -> "Any":
+    """What each of a program's heads has, of q, k or v."""
+    found = tl.load(q, mask=is_query, other=0.0)
+    found = tl.where(is_key, tl.load(k, mask=is_key, other=0.0), found)
+    return tl.where(is_value, tl.load(v, mask=is_value, other=0.0), found)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _rotate_and_store(
-    qkv: "Pointer",
+    q: "Pointer", k: "Pointer", v: "Pointer", out: "Pointer",
+    q_stride: "Any", k_stride: "Any", v_stride: "Any", out_stride: "Any",
+    q_weight: "Pointer", k_weight: "Pointer",
     cos: "Pointer", sin: "Pointer",
     keys: "Pointer", values: "Pointer", slots: "Pointer", clamped: "Pointer",
-    key_factor: float, value_factor: float,
+    q_eps: float, k_eps: float, key_factor: float, value_factor: float,
     num_heads: tl.constexpr, num_kv_heads: tl.constexpr, half: tl.constexpr, width: tl.constexpr,
     block: tl.constexpr, largest: tl.constexpr,
-    PDL: tl.constexpr,
+    NORMED: tl.constexpr, PDL: tl.constexpr,
 ) -> None:
-    """A few heads of one token: q is overwritten with its rotation; k's, and v, go to the cache.
+    """A few heads of one token: the rotation of q goes to out; k's, and v, go to the cache.
 
     q'[i] = q[i] cos[i] + q[(i + half) mod 2 half] sin[i], sin with the rotation's signs; k alike.
-    half: of a head; width: the power of two that holds it. largest: 0, or the largest number of a
-    quantised cache, into which k and v go times their factors.
+    NORMED: of the norms of q's and k's heads. half: of a head; width: the power of two that holds
+    it. largest: 0, or the largest number of a quantised cache, into which k and v go times their
+    factors.
     """
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     heads = (tl.program_id(1) * block + tl.arange(0, block))[:, None]
     columns = tl.arange(0, width)[None, :]
     rotated = num_heads + num_kv_heads
-    inside = (heads < rotated + num_kv_heads) & (columns < half)
+    in_half = columns < half
+    inside = (heads < rotated + num_kv_heads) & in_half
     is_query = inside & (heads < num_heads)
     is_key = inside & (heads >= num_heads) & (heads < rotated)
     is_value = inside & (heads >= rotated)
+    if NORMED:
+        # No kernel writes weights: they are loaded while the kernel before still runs.
+        of_query = heads < num_heads
+        q_low = tl.load(q_weight + columns, mask=in_half, other=0.0)
+        q_high = tl.load(q_weight + half + columns, mask=in_half, other=0.0)
+        k_low = tl.load(k_weight + columns, mask=in_half, other=0.0)
+        k_high = tl.load(k_weight + half + columns, mask=in_half, other=0.0)
+        low_factors = tl.where(of_query, q_low, k_low)
+        high_factors = tl.where(of_query, q_high, k_high)
+        eps = tl.where(of_query, q_eps, k_eps)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
 
     # Both parts of a head are loaded before either is stored: each is needed for the other.
-    source = qkv + token * (rotated + num_kv_heads) * 2 * half + heads * 2 * half + columns
-    raw_low = tl.load(source, mask=inside, other=0.0)
-    raw_high = tl.load(source + half, mask=inside, other=0.0)
+    queries = q + token * q_stride + heads * 2 * half + columns
+    own_keys = k + token * k_stride + (heads - num_heads) * 2 * half + columns
+    own_values = v + token * v_stride + (heads - rotated) * 2 * half + columns
+    raw_low = _of_parts(queries, own_keys, own_values, is_query, is_key, is_value)
+    raw_high = _of_parts(
+        queries + half, own_keys + half, own_values + half, is_query, is_key, is_value
+    )
+    low, high = raw_low.to(tl.float32), raw_high.to(tl.float32)
+    if NORMED:
+        mean = tl.sum(low * low + high * high, axis=1, keep_dims=True) / (2 * half)
+        factor = tl.rsqrt(mean + eps)
+        # Rounded, as the norm's own output is.
+        low = (low * factor * low_factors).to(raw_low.dtype).to(tl.float32)
+        high = (high * factor * high_factors).to(raw_low.dtype).to(tl.float32)
     angle = token * 2 * half + columns
-    in_half = columns < half
     cos_low = tl.load(cos + angle, mask=in_half, other=0.0).to(tl.float32)
     cos_high = tl.load(cos + angle + half, mask=in_half, other=0.0).to(tl.float32)
     sin_low = tl.load(sin + angle, mask=in_half, other=0.0).to(tl.float32)
     sin_high = tl.load(sin + angle + half, mask=in_half, other=0.0).to(tl.float32)
-    low, high = raw_low.to(tl.float32), raw_high.to(tl.float32)
     new_low = (low * cos_low + high * sin_low).to(raw_low.dtype)
     new_high = (high * cos_high + low * sin_high).to(raw_low.dtype)
 
-    # Only q goes back to the product; k and v are read from the cache.
-    tl.store(source, new_low, mask=is_query)
-    tl.store(source + half, new_high, mask=is_query)
+    # k and v are read from the cache.
+    query = out + token * out_stride + heads * 2 * half + columns
+    tl.store(query, new_low, mask=is_query)
+    tl.store(query + half, new_high, mask=is_query)
     if largest:
         new_low = _clamped(new_low, key_factor, largest, clamped, is_key)
         new_high = _clamped(new_high, key_factor, largest, clamped, is_key)
@@ -167,35 +203,48 @@ _LAUNCH_ROTATE_AND_STORE = Launcher(_rotate_and_store)
 
 
 def rotate_and_store(
-    qkv: Tensor, num_heads: int, angles: tuple[Tensor, Tensor], cache: LayerCache, slots: Tensor
+    parts: Sequence[Tensor],
+    angles: tuple[Tensor, Tensor],
+    cache: LayerCache,
+    slots: Tensor,
+    norms: HeadNorms | None = None,
+    in_place: bool = False,
 ) -> Tensor:
-    """q' = q cos + swap(q) sin, swap exchanging a head's two parts; overwrites q, which it returns.
+    """q' = q cos + swap(q) sin, swap exchanging a head's two parts; returns q'.
 
     k' is computed alike and stored in the cache with v, at `slots`, as LayerCache.store does.
-    qkv: [tokens, heads + 2 * kv_heads, head_dim]; returns q [tokens, heads, head_dim].
+    parts: q, k, v [tokens, heads or kv_heads, head_dim], whole heads behind each other. norms: of
+    each head of q and of k before the rotation. in_place: q' overwrites q.
     """
-    tokens, all_heads, head_dim = qkv.shape
-    half = head_dim // 2
-    dependent = has_dependent_launch(qkv.device)
+    q, k, v = parts
+    (tokens, num_heads, head_dim), num_kv_heads = q.shape, k.shape[1]
+    out = q if in_place else torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    # A single token's stride means nothing.
+    strides = [0 if tokens == 1 else each.stride(0) for each in (q, k, v, out)]
+    weights, eps = ((q, q), (0.0, 0.0)) if norms is None else (norms.weights, norms.eps)
+    half, all_heads = head_dim // 2, num_heads + 2 * num_kv_heads
+    dependent = has_dependent_launch(q.device)
     # `aligned` of all pointers is in the key: caches of other layers may begin elsewhere.
-    pointers = (qkv, *angles, cache.keys, cache.values, slots, cache.clamped)
-    shape = (all_heads, num_heads, half, qkv.dtype, angles[0].dtype, cache.keys.dtype)
+    pointers = (*weights, *angles, cache.keys, cache.values, slots, cache.clamped)
+    shape = (num_heads, num_kv_heads, half, q.dtype, angles[0].dtype, cache.keys.dtype)
+    divisible = tuple(stride % 16 == 0 for stride in strides)
     _LAUNCH_ROTATE_AND_STORE(
-        (*shape, qkv.device, aligned(*pointers)),
+        (*shape, divisible, norms is None, q.device, aligned(q, k, v, out, *pointers)),
         (tokens, -(-all_heads // HEADS_PER_PROGRAM)),
-        (*pointers, 1 / cache.scales.keys, 1 / cache.scales.values),
+        (q, k, v, out, *strides, *pointers, *eps, 1 / cache.scales.keys, 1 / cache.scales.values),
         {
             "num_heads": num_heads,
-            "num_kv_heads": (all_heads - num_heads) // 2,
+            "num_kv_heads": num_kv_heads,
             "half": half,
             "width": triton.next_power_of_2(half),
             "block": HEADS_PER_PROGRAM,
             "largest": int(FP8_MAX) if cache.quantised else 0,
+            "NORMED": norms is not None,
             "PDL": dependent,
         },
         {"num_warps": 4, **launch_options(dependent)},
     )
-    return qkv[:, :num_heads]
+    return out
 
 
 def angles(

@@ -1,5 +1,6 @@
 """What every layer of one forward reads beside its hidden states: attention and adapters."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -8,7 +9,8 @@ from torch import Tensor
 from modeling.adapters.product import AdapterData
 from modeling.attention.base import AttentionStep
 from modeling.attention.kv_cache import LayerCache
-from modeling.layers.attention import Angles, rotate_and_store
+from modeling.layers.attention import Angles, rotate_and_store, rotate_and_store_at_once
+from modeling.layers.fused import HeadNorms
 from sharding.slicing import HeadCut
 
 
@@ -73,6 +75,20 @@ class PagedContext:
         cache = self.caches[layer]
         slots = self.groups[cache.group].slots
         return rotate_and_store(qkv, heads, angles, cache, slots, self.stored)
+
+    def store_at_once(
+        self, layer: int, parts: Sequence[Tensor], angles: Angles, norms: HeadNorms | None
+    ) -> Tensor | None:
+        """Rotate q and k, put k and v into the layer's pages, return q, in one launch.
+
+        None where that is not possible, and nothing was done. parts: q, k, v [tokens, heads or
+        kv_heads, head_dim]. norms: of the heads of q and k before the rotation.
+        """
+        cache = self.caches[layer]
+        if self.stored is not None:
+            return None
+        slots = self.groups[cache.group].slots
+        return rotate_and_store_at_once(parts, angles, cache, slots, norms, in_place=False)
 
     def store_heads(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Put keys and values [tokens, kv_heads, head_dim] into the layer's pages as they are."""

@@ -67,8 +67,10 @@ class FusedGatedMLP(nn.Module):
 
 
 def undo_rotations(causal: nn.Module) -> None:
-    """Let transformers rotate q and k in all layers again."""
+    """Let transformers rotate q and k in all layers again, and norm their heads."""
     for module in causal.modules():
+        if isinstance(module, FusedRMSNorm):
+            module.deferral = None
         own = module.__dict__.get("forward")
         if ROTATION in getattr(own, "__globals__", {}):
             del module.__dict__["forward"]
@@ -89,6 +91,7 @@ def fuse(causal: nn.Module, step: CurrentStep) -> None:
             done[type(fused).__name__] += 1
         elif _defer_rotation(module, step):
             done["rotation with the cache's store"] += 1
+    done["norm of heads with their rotation"] = _defer_norms(causal, step)
     done["sum with its norms"] = fuse_sums(causal)
     text = ", ".join(f"{name} ({count})" for name, count in sorted(done.items()) if count)
     logger.info("fused in %s: %s", type(causal).__name__, text or "nothing")
@@ -199,6 +202,21 @@ def _defer_rotation(module: nn.Module, step: CurrentStep) -> bool:
     # Of this module alone: transformers itself stays as it is.
     module.forward = MethodType(own, module)
     return True
+
+
+def _defer_norms(causal: nn.Module, step: CurrentStep) -> int:
+    """Let attention norm the heads of q and k itself where it rotates them; return how many."""
+    count = 0
+    for module in causal.modules():
+        if ROTATION not in getattr(module.__dict__.get("forward"), "__globals__", {}):
+            continue
+        for name in ("q_norm", "k_norm"):
+            norm = getattr(module, name, None)
+            # Other norms of these names are of all heads at once.
+            if isinstance(norm, FusedRMSNorm) and len(norm.weight) == getattr(module, "head_dim", 0):
+                norm.deferral = step
+                count += 1
+    return count
 
 
 def _rotates_halves(function: Any) -> bool:

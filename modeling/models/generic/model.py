@@ -27,8 +27,8 @@ from modeling.adapters.projection import BaseRows, Projection
 from modeling.adapters.vocabulary import EndNames, vocabulary_projections
 from modeling.models.base import AttentionLayer
 from modeling.models.context import PagedContext
-from modeling.models.generic.experts import RoutedLayers
 from modeling.models.generic.cuts import CutPlan
+from modeling.models.generic.experts import RoutedLayers
 from modeling.models.generic.found_norms import find_norms, input_shapes
 from modeling.models.generic.fusions import fuse, undo_rotations
 from modeling.models.generic.linears import replace_linears

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -10,11 +11,20 @@ from modeling.adapters.norm_rows import NormRows, OwnWeights
 from modeling.layers.fused import fused_ops
 
 
+class NormDeferral(Protocol):
+    """Computes norms later, together with what follows them."""
+
+    def defer_norm(self, norm: "FusedRMSNorm", x: Tensor) -> None:
+        """Write down that x stands for its norm."""
+        ...
+
+
 class FusedRMSNorm(nn.Module):
     """y = w * x / sqrt(mean(x^2) + eps) over the last dimension, w in float32.
 
     plus: by what w is more than the checkpoint's. rows: the weights of adapters, in captured steps.
-    called_alone: not fused with sums, as adapters have something to do behind each norm.
+    called_alone: not fused with anything, as adapters have something to do behind each norm.
+    deferral: what computes it later, of each head of q or k; None: it is computed when called.
     """
 
     def __init__(
@@ -27,10 +37,12 @@ class FusedRMSNorm(nn.Module):
         # Not among the submodules: the weight would be found twice.
         self._replaced = (replaced,)
         self.weight = nn.Parameter(weight, requires_grad=False)
-        self._eps = eps
+        self.eps = eps
         self._fused = fused_ops(weight.device)
         self._ahead: tuple[Tensor, Tensor] | None = None
+        self._is_watched = False
         self.called_alone = False
+        self.deferral: NormDeferral | None = None
 
     @property
     def code(self) -> nn.Module:
@@ -42,10 +54,17 @@ class FusedRMSNorm(nn.Module):
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead[0] is x:
             return ahead[1]
+        if self.deferral is not None and not self.called_alone and self._own is None:
+            self.deferral.defer_norm(self, x)
+            return x
+        return self.computed(x)
+
+    def computed(self, x: Tensor) -> Tensor:
+        """[..., size] to the same shape, now."""
         if self._fused is None:
-            return F.rms_norm(x.float(), self.weight.shape, self.weight, self._eps).to(x.dtype)
+            return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps).to(x.dtype)
         fused = self._fused.add_rms_norm
-        return fused(_rows(x), None, self.weight, self._eps, own=self._own)[0].view(x.shape)
+        return fused(_rows(x), None, self.weight, self.eps, own=self._own)[0].view(x.shape)
 
     @property
     def _own(self) -> OwnWeights | None:
@@ -55,15 +74,16 @@ class FusedRMSNorm(nn.Module):
         self, x: Tensor, residual: Tensor, inner: "FusedRMSNorm | None"
     ) -> tuple[Tensor, Tensor]:
         """(residual + x, its norm), all of one shape; inner: a norm of x before the sum."""
-        if self._fused is None or x.dtype != residual.dtype or self.called_alone:
+        is_apart = self.called_alone or self._is_watched
+        if self._fused is None or x.dtype != residual.dtype or is_apart:
             total = residual + (x if inner is None else inner(x))
             return total, self(total)
-        before = None if inner is None else (inner.weight, inner._eps)
+        before = None if inner is None else (inner.weight, inner.eps)
         normed, total = self._fused.add_rms_norm(
             _rows(x),
             _rows(residual),
             self.weight,
-            self._eps,
+            self.eps,
             before,
             own=self._own,
             own_inner=None if inner is None else inner._own,
@@ -73,11 +93,11 @@ class FusedRMSNorm(nn.Module):
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Be called by itself meanwhile, never within a sum."""
-        self.called_alone = True
+        self._is_watched = True
         try:
             yield
         finally:
-            self.called_alone = False
+            self._is_watched = False
 
     def keep_ahead(self, x: Tensor, normed: Tensor) -> None:
         """Return `normed` from the next call if that is of this very x."""

@@ -17,10 +17,11 @@ from transformers import AttentionInterface
 from modeling.adapters.product import AdapterData, TokenGroup
 from modeling.adapters.vocabulary import VocabularyAdapters
 from modeling.layers.attention import Angles
+from modeling.layers.fused import HeadNorms
 from modeling.layers.rotary import rotate
 from modeling.models.base import AttentionLayer
 from modeling.models.context import PagedContext
-from sharding.slicing import HeadCut
+from modeling.models.generic.norms import FusedRMSNorm
 
 ATTENTION = "loray"
 """The name under which transformers' modules find `attend`."""
@@ -31,7 +32,8 @@ class Heads:
     """What a layer attends with, [tokens, heads or kv_heads, head_dim] each.
 
     angles: (cos, sin) by which q and k are still to be rotated; None: they are. sinks: float
-    [heads], see `AttentionSpec`; None for a layer without.
+    [heads], see `AttentionSpec`; None for a layer without. norms: what q's heads and k's are still
+    to be normed by, before; None: they are.
     """
 
     q: Tensor
@@ -39,6 +41,23 @@ class Heads:
     v: Tensor
     angles: Angles | None
     sinks: Tensor | None
+    norms: tuple[FusedRMSNorm | None, FusedRMSNorm | None] = (None, None)
+
+    @property
+    def head_norms(self) -> HeadNorms | None:
+        """Both norms; None where q and k have none."""
+        q, k = self.norms
+        if q is None or k is None:
+            return None
+        return HeadNorms((q.weight, k.weight), (q.eps, k.eps))
+
+    def normed(self) -> "Heads":
+        """The same with the norms computed."""
+        q, k = (
+            part if norm is None else norm.computed(part)
+            for part, norm in zip((self.q, self.k), self.norms, strict=True)
+        )
+        return replace(self, q=q, k=k, norms=(None, None))
 
 
 class LayerAttention(Protocol):
@@ -93,40 +112,27 @@ class PagedLayers:
             q = self._store(layer, heads)
         else:
             # Its keys and values are those that another layer has stored.
-            q = heads.q if heads.angles is None else rotate(heads.q, *heads.angles)
+            q = heads.normed().q
+            q = q if heads.angles is None else rotate(q, *heads.angles)
             q = q.to(heads.q.dtype).contiguous()
         return self._context.query(layer, q, form.window, heads.sinks)
 
     def _store(self, layer: int, heads: Heads) -> Tensor:
-        """Rotate what is not rotated yet, put k and v into the cache, return q."""
-        context, angles = self._context, heads.angles
-        # Angles may be in float32 (OLMo's: its own code casts back): the kernel takes them so.
-        is_fused = angles is not None and (heads.q.is_cuda or angles[0].dtype == heads.q.dtype)
-        if is_fused and (qkv := _one_product(heads)) is not None:
-            cut = HeadCut(heads.q.shape[1], heads.k.shape[1], (), ())
-            return context.store(layer, qkv, cut, angles)
+        """Norm and rotate what is not yet, put k and v into the cache, return q."""
+        context, angles, norms = self._context, heads.angles, heads.head_norms
+        if norms is None:
+            heads = heads.normed()
+        if angles is not None:
+            parts = (heads.q, heads.k, heads.v)
+            # Angles may be in float32 (OLMo's: its own code casts back): the kernel takes them so.
+            if (q := context.store_at_once(layer, parts, angles, norms)) is not None:
+                return q
+        heads = heads.normed()
         q, k = heads.q, heads.k
         if angles is not None:
             q, k = (rotate(part, *angles).to(part.dtype) for part in (q, k))
         context.store_heads(layer, k, heads.v)
         return q.contiguous()
-
-
-def _one_product(heads: Heads) -> Tensor | None:
-    """[tokens, (heads + 2 * kv_heads) * head_dim] where q, k and v are its columns, else None."""
-    q, k, v = heads.q, heads.k, heads.v
-    sizes = [part.shape[1] * part.shape[2] for part in (q, k, v)]
-    wide = sum(sizes)
-    at, size = q.data_ptr(), q.element_size()
-    expected = (at, at + sizes[0] * size, at + (sizes[0] + sizes[1]) * size)
-    if tuple(part.data_ptr() for part in (q, k, v)) != expected:
-        return None
-    # The first stride of a single token means nothing, and may be anything.
-    if any(part.stride()[1:] != (part.shape[2], 1) for part in (q, k, v)):
-        return None
-    if len(q) > 1 and any(part.stride(0) != wide for part in (q, k, v)):
-        return None
-    return q.as_strided((len(q), wide), (wide, 1))
 
 
 @dataclass(frozen=True)
@@ -139,7 +145,7 @@ class _Rotation:
 
 
 class RotationLostError(ValueError):
-    """A layer changes q or k behind their rotation, which was left to its attention."""
+    """A layer changes q or k behind their norm or rotation, which was left to its attention."""
 
 
 class CurrentStep:
@@ -150,6 +156,7 @@ class CurrentStep:
     def __init__(self) -> None:
         self._attention: LayerAttention | None = None
         self._rotation: _Rotation | None = None
+        self._norms: list[tuple[Tensor, FusedRMSNorm]] = []
         self._angles: dict[int, tuple[Tensor, Angles]] = {}
 
     @property
@@ -168,6 +175,7 @@ class CurrentStep:
             yield
         finally:
             self._attention = self.adapter_data = self._rotation = None
+            self._norms.clear()
             self._angles.clear()
 
     def attend(
@@ -180,7 +188,25 @@ class CurrentStep:
             if rotation.query is not query or rotation.key is not key:
                 raise RotationLostError(f"layer {layer} changes what it rotated")
             heads = replace(heads, angles=rotation.angles)
-        return self._attention.attend(layer, heads, form)
+        norms = (self._taken_norm(query), self._taken_norm(key))
+        if self._norms:
+            self._norms.clear()
+            raise RotationLostError(f"layer {layer} changes what it normed")
+        return self._attention.attend(layer, replace(heads, norms=norms), form)
+
+    def defer_norm(self, norm: FusedRMSNorm, x: Tensor) -> None:
+        """Write down that x, of q or k, stands for its norm, for `attend`."""
+        if self._rotation is not None:
+            raise RotationLostError("a layer norms what it rotated")
+        self._norms.append((x, norm))
+
+    def _taken_norm(self, part: Tensor) -> FusedRMSNorm | None:
+        """The norm of which this is another view of the input, in any order of its dimensions."""
+        for at, (x, norm) in enumerate(self._norms):
+            if x.data_ptr() == part.data_ptr() and x.numel() == part.numel():
+                del self._norms[at]
+                return norm
+        return None
 
     def defer_rotation(
         self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *_options: Any, **_more: Any

@@ -127,7 +127,9 @@ def test_rotate_and_store(dtype: torch.dtype, heads: tuple[int, int], head_dim: 
     wide = qkv.double()
     q, k, v = torch.split(wide, [num_heads, num_kv_heads, num_kv_heads], dim=1)
     expected_q, expected_k = (rotate(part, cos.double(), sin.double()) for part in (q, k))
-    found = ops().rotate_and_store(qkv, num_heads, (cos, sin), cache, slots)
+    counts = [num_heads, num_kv_heads, num_kv_heads]
+    parts = torch.split(qkv, counts, dim=1)
+    found = ops().rotate_and_store(parts, (cos, sin), cache, slots)
     check(found, expected_q, dtype)
     check(cache.flat_keys[slots], expected_k, dtype)
     assert torch.equal(cache.flat_values[slots], v.to(dtype))
@@ -157,7 +159,8 @@ def test_rotate_and_store_in_fp8(dtype: torch.dtype, scales: CacheScales, head_d
     def store(most: float) -> None:
         qkv[3, -1, 5] = most
         for cache in (wide, found):
-            ops().rotate_and_store(qkv.clone(), num_heads, (angles[0], angles[1]), cache, slots)
+            parts = torch.split(qkv, [num_heads, num_kv_heads, num_kv_heads], dim=1)
+            ops().rotate_and_store(parts, (angles[0], angles[1]), cache, slots)
         expected.store(*wide.read(slots, dtype), slots)
         for one, other in zip(found.read(slots, dtype), expected.read(slots, dtype), strict=True):
             assert torch.equal(one, other)
