@@ -1,38 +1,84 @@
-"""Experts of a step of few tokens in Triton: three launches around their weights.
+"""Experts of a step of few tokens in Triton.
 
     inner[p, i] = silu( sum_h Wg[e(p), i, h] x[t(p), h] ) * sum_h Wu[e(p), i, h] x[t(p), h]
-    out[p, h]   = w[p] sum_i Wd[e(p), h, i] inner[p, i]
-    y[t, h]     = sum_{p of t} out[p, h]
+    y[t, h]     = sum_{p of t} w[p] sum_i Wd[e(p), h, i] inner[p, i]
 
-p: a pair of a token t(p) and one of the experts that compute it, e(p); w: its weight. A table has
-the pairs of each expert, so a program reads a tile of one expert's weights once for up to 16 pairs,
-and an expert without pairs costs an empty program. The few pairs are the narrow side of the tensor
-cores' instruction. In which order an expert's pairs lie in the table is left to chance; no pair's
-result depends on it.
+p: a pair of a token t(p) and one of the experts that compute it, e(p); w: its weight. Two ways:
+
+* Up to four tokens share few experts, so every pair reads its expert's weights for itself: two
+  launches, sums without tensor cores.
+* More tokens: a table has the pairs of each expert, and a program reads a tile of one expert's
+  weights once for many pairs, which are the narrow side of the tensor cores' instruction. An expert
+  without pairs costs an empty program. In which order an expert's pairs lie in the table is left to
+  chance; no pair's result depends on it.
+
+Launches are programmatic dependent ones, as in `modeling.layers.triton`.
 """
 
+from dataclasses import dataclass, replace
+from functools import cache
+from math import gcd
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from modeling.triton_launch import Launcher, aligned
+from modeling.triton_launch import Launcher, aligned, has_dependent_launch, launch_options
+from modeling.triton_tiles import prefetch
 
-ROWS = 16
-"""Pairs of a program: fewer columns get no warpgroup instruction."""
 
-OUTPUTS = 64
-UP_INPUTS, DOWN_INPUTS = 128, 64
-"""Of a tile of weights. Whole numbers of them make a model's sizes, or it is not served so."""
+@dataclass(frozen=True)
+class Tile:
+    """What a program reads of a weight at once, and how it is compiled."""
 
-OPTIONS = {"num_warps": 4, "num_stages": 4}
+    outputs: int
+    inputs: int
+    warps: int
+    stages: int = 3
 
-MOST_TOKENS = 256
-"""Beyond, a library's grouped products are faster than these tiles."""
+    def fitted(self, outputs: int, inputs: int) -> "Tile":
+        """Return the largest part of it of which whole numbers make a weight [outputs, inputs]."""
+        return replace(self, outputs=gcd(self.outputs, outputs), inputs=gcd(self.inputs, inputs))
+
+
+@dataclass(frozen=True)
+class ExpertsCut:
+    """How experts of up to `tokens` tokens are cut.
+
+    pairs: of a program; 0: every pair for itself.
+    """
+
+    tokens: int
+    pairs: int
+    up: Tile
+    down: Tile
+
+
+CUTS = (
+    ExpertsCut(4, 0, Tile(4, 1024, 4), Tile(4, 256, 4)),
+    ExpertsCut(64, 16, Tile(64, 128, 4, 3), Tile(64, 128, 4, 3)),
+    ExpertsCut(256, 32, Tile(64, 64, 4, 4), Tile(64, 64, 4, 4)),
+)
+"""Beyond the last, a library's grouped products are faster."""
+
+MOST_TOKENS = CUTS[-1].tokens
+
+LEAST = 32
+"""Of which an expert's sizes are multiples: smaller tiles are too slow."""
 
 SUM_COLUMNS = 512
+
+MOST_ROUTED = 16
+"""Tokens whose logits are computed in the launch that chooses their experts."""
+
+ROUTED_WEIGHTS = 16384
+"""That a program of the choice's launch multiplies."""
+
+LINE = 64
+"""Numbers of half precision that a cache line holds."""
 
 # Arguments are grouped by what they describe.
 # fmt: off
@@ -41,9 +87,12 @@ SUM_COLUMNS = 512
 @triton.jit  # type: ignore[untyped-decorator]
 def _enter(
     ids: "Any", counts: "Any", table: "Any", num_tokens: "Any",
-    ACTIVE: tl.constexpr, WIDTH: tl.constexpr,
+    ACTIVE: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ) -> None:
     """Enter one token's pairs in the table [experts, tokens]; counts [experts] begin as zeros."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     token = tl.program_id(0)
     n = tl.arange(0, WIDTH)
     inside = n < ACTIVE
@@ -56,23 +105,26 @@ def _enter(
 def _up(
     x: "Any", weight: "Any", inner: "Any", counts: "Any", table: "Any", num_tokens: "Any",
     INPUTS: tl.constexpr, WIDTH: tl.constexpr, ACTIVE: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PAIRS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ) -> None:
-    """One block of an expert's inner columns, gate and up, for up to ROWS of its pairs."""
-    expert = tl.program_id(1).to(tl.int64)
-    first = tl.program_id(2) * ROWS
+    """One block of an expert's inner columns, gate and up, for up to PAIRS of its pairs."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    first = tl.program_id(0) * PAIRS
+    expert = tl.program_id(2).to(tl.int64)
     count = tl.load(counts + expert)
     if first < count:
-        m = first + tl.arange(0, ROWS)
+        m = first + tl.arange(0, PAIRS)
         live = m < count
         pair = tl.load(table + expert * num_tokens + m, mask=live, other=0)
-        n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
         k = tl.arange(0, BLOCK_K)
         gates = weight + (expert * 2 * WIDTH + n)[:, None] * INPUTS + k[None, :]
         ups = gates + WIDTH * INPUTS
         rows = x + (pair // ACTIVE)[None, :] * INPUTS + k[:, None]
-        gate = tl.zeros([BLOCK_N, ROWS], dtype=tl.float32)
-        up = tl.zeros([BLOCK_N, ROWS], dtype=tl.float32)
+        gate = tl.zeros([BLOCK_N, PAIRS], dtype=tl.float32)
+        up = tl.zeros([BLOCK_N, PAIRS], dtype=tl.float32)
         for k0 in range(0, INPUTS, BLOCK_K):
             x_tile = tl.load(rows + k0, mask=live[None, :], other=0.0)
             gate = tl.dot(tl.load(gates + k0), x_tile, gate)
@@ -87,21 +139,29 @@ def _down(
     inner: "Any", weight: "Any", shares: "Any", out: "Any",
     counts: "Any", table: "Any", num_tokens: "Any",
     INPUTS: tl.constexpr, WIDTH: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PAIRS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    LINE: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr,
 ) -> None:
-    """One block of an expert's outputs for up to ROWS of its pairs, by the pairs' weights."""
-    expert = tl.program_id(1).to(tl.int64)
-    first = tl.program_id(2) * ROWS
+    """One block of an expert's outputs for up to PAIRS of its pairs, by the pairs' weights."""
+    first = tl.program_id(0) * PAIRS
+    expert = tl.program_id(2).to(tl.int64)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    # Written before the kernel ahead began, which waited for it.
     count = tl.load(counts + expert)
+    if PDL:
+        if first < count:
+            ahead = tl.minimum(tl.arange(0, LINES) * LINE, INPUTS - 1)
+            prefetch(weight + (expert * WIDTH + n)[:, None] * INPUTS + ahead[None, :])
+        gdc_wait()
+        gdc_launch_dependents()
     if first < count:
-        m = first + tl.arange(0, ROWS)
+        m = first + tl.arange(0, PAIRS)
         live = m < count
         pair = tl.load(table + expert * num_tokens + m, mask=live, other=0)
-        n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         k = tl.arange(0, BLOCK_K)
         tiles = weight + (expert * WIDTH + n)[:, None] * INPUTS + k[None, :]
         rows = inner + pair[None, :] * INPUTS + k[:, None]
-        acc = tl.zeros([BLOCK_N, ROWS], dtype=tl.float32)
+        acc = tl.zeros([BLOCK_N, PAIRS], dtype=tl.float32)
         for k0 in range(0, INPUTS, BLOCK_K):
             inner_tile = tl.load(rows + k0, mask=live[None, :], other=0.0)
             acc = tl.dot(tl.load(tiles + k0), inner_tile, acc)
@@ -116,9 +176,12 @@ def _down(
 def _sum(
     out: "Any", y: "Any", counts: "Any",
     WIDTH: tl.constexpr, ACTIVE: tl.constexpr, PAIRS: tl.constexpr, BLOCK_N: tl.constexpr,
-    EXPERTS: tl.constexpr, COUNTS: tl.constexpr,
+    EXPERTS: tl.constexpr, COUNTS: tl.constexpr, PDL: tl.constexpr,
 ) -> None:
     """Sum one token's pairs in order; the first program leaves counts as zeros again."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     token, n = tl.program_id(0), tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     p = tl.arange(0, PAIRS)
     mask = (p < ACTIVE)[:, None] & (n < WIDTH)[None, :]
@@ -131,100 +194,302 @@ def _sum(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _up_of_pair(
+    x: "Any", weight: "Any", ids: "Any", inner: "Any",
+    INPUTS: tl.constexpr, WIDTH: tl.constexpr, ACTIVE: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+) -> None:
+    """One block of one pair's inner columns."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    pair = tl.program_id(1)
+    expert = tl.load(ids + pair).to(tl.int64)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    gates = weight + (expert * 2 * WIDTH + n)[:, None] * INPUTS + k[None, :]
+    ups = gates + WIDTH * INPUTS
+    rows = x + pair // ACTIVE * INPUTS + k
+    gate = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
+    up = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
+    for k0 in range(0, INPUTS, BLOCK_K):
+        own = tl.load(rows + k0).to(tl.float32)[None, :]
+        gate += tl.load(gates + k0).to(tl.float32) * own
+        up += tl.load(ups + k0).to(tl.float32) * own
+    summed = tl.sum(gate, axis=1)
+    value = summed * tl.sigmoid(summed) * tl.sum(up, axis=1)
+    tl.store(inner + pair * WIDTH + n, value.to(inner.dtype.element_ty))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _down_of_token(
+    inner: "Any", weight: "Any", ids: "Any", shares: "Any", y: "Any",
+    INPUTS: tl.constexpr, WIDTH: tl.constexpr, ACTIVE: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    LINE: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr,
+) -> None:
+    """One block of one token's outputs, summed over its experts."""
+    token = tl.program_id(1)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    if PDL:
+        # Ids were written before the kernel ahead began, which waited for them.
+        for p in tl.static_range(ACTIVE):
+            expert = tl.load(ids + token * ACTIVE + p).to(tl.int64)
+            ahead = tl.minimum(tl.arange(0, LINES) * LINE, INPUTS - 1)
+            prefetch(weight + (expert * WIDTH + n)[:, None] * INPUTS + ahead[None, :])
+        gdc_wait()
+        gdc_launch_dependents()
+    acc = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
+    for p in tl.static_range(ACTIVE):
+        pair = token * ACTIVE + p
+        expert = tl.load(ids + pair).to(tl.int64)
+        share = tl.load(shares + pair).to(tl.float32)
+        tiles = weight + (expert * WIDTH + n)[:, None] * INPUTS + k[None, :]
+        for k0 in tl.static_range(0, INPUTS, BLOCK_K):
+            own = tl.load(inner + pair * INPUTS + k0 + k).to(tl.float32) * share
+            acc += tl.load(tiles + k0).to(tl.float32) * own[None, :]
+    tl.store(y + token * WIDTH + n, tl.sum(acc, axis=1).to(y.dtype.element_ty))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _store_best(
+    logits: "Any", ids: "Any", shares: "Any", token: "Any",
+    EXPERTS: tl.constexpr, WIDTH: tl.constexpr, ACTIVE: tl.constexpr, SUMMED: tl.constexpr,
+) -> None:
+    """Store a token's best experts by the softmax of its logits [WIDTH]."""
+    e = tl.arange(0, WIDTH)
+    inside = e < EXPERTS
+    own = tl.exp(logits - tl.max(logits, axis=0))
+    own = own / tl.sum(own, axis=0)
+    n = tl.arange(0, triton.next_power_of_2(ACTIVE))
+    best = tl.zeros([triton.next_power_of_2(ACTIVE)], dtype=tl.float32)
+    chosen = tl.zeros([triton.next_power_of_2(ACTIVE)], dtype=tl.int32)
+    left = tl.where(inside, own, -1.0)
+    for each in tl.static_range(ACTIVE):
+        most = tl.max(left, axis=0)
+        at = tl.min(tl.where(left == most, e, WIDTH), axis=0)
+        best = tl.where(n == each, most, best)
+        chosen = tl.where(n == each, at, chosen)
+        left = tl.where(e == at, -1.0, left)
+    if SUMMED:
+        best = best / tl.sum(best, axis=0)
+    out = token * ACTIVE + n
+    tl.store(ids + out, chosen.to(tl.int64), mask=n < ACTIVE)
+    tl.store(shares + out, best.to(shares.dtype.element_ty), mask=n < ACTIVE)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _choose(
     logits: "Any", ids: "Any", shares: "Any",
     EXPERTS: tl.constexpr, WIDTH: tl.constexpr, ACTIVE: tl.constexpr, SUMMED: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """One token's best experts by the softmax of its logits; SUMMED: their weights sum to 1."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     token = tl.program_id(0)
     e = tl.arange(0, WIDTH)
-    inside = e < EXPERTS
-    own = tl.load(logits + token * EXPERTS + e, mask=inside, other=-float("inf")).to(tl.float32)
-    own = tl.exp(own - tl.max(own, axis=0))
-    own = own / tl.sum(own, axis=0)
-    left = tl.where(inside, own, -1.0)
-    total = 0.0
-    for n in range(ACTIVE):
-        best = tl.max(left, axis=0)
-        at = tl.min(tl.where(left == best, e, WIDTH), axis=0)
-        tl.store(ids + token * ACTIVE + n, at.to(tl.int64))
-        left = tl.where(e == at, -1.0, left)
-        total += best
-    divisor = total if SUMMED else 1.0
-    left = tl.where(inside, own, -1.0)
-    for n in range(ACTIVE):
-        best = tl.max(left, axis=0)
-        at = tl.min(tl.where(left == best, e, WIDTH), axis=0)
-        tl.store(shares + token * ACTIVE + n, (best / divisor).to(shares.dtype.element_ty))
-        left = tl.where(e == at, -1.0, left)
+    own = tl.load(logits + token * EXPERTS + e, mask=e < EXPERTS, other=-float("inf"))
+    _store_best(own.to(tl.float32), ids, shares, token, EXPERTS, WIDTH, ACTIVE, SUMMED)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _route(
+    x: "Any", weight: "Any", logits: "Any", ids: "Any", shares: "Any", arrived: "Any",
+    INPUTS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr,
+    EXPERTS: tl.constexpr, WIDTH: tl.constexpr, ACTIVE: tl.constexpr, SUMMED: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """A few logits of one token; the last program to arrive chooses the token's experts.
+
+    COLUMNS: the power of two that holds INPUTS. arrived: int32 zeros, which it leaves as zeros.
+    """
+    token, k = tl.program_id(1), tl.arange(0, COLUMNS)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = (n < EXPERTS)[:, None] & (k < INPUTS)[None, :]
+    # No kernel writes weights: they are loaded while the kernel before still runs.
+    rows = tl.load(weight + n[:, None] * INPUTS + k[None, :], mask=mask, other=0.0)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    own = tl.load(x + token * INPUTS + k, mask=k < INPUTS, other=0.0).to(tl.float32)
+    found = tl.sum(rows.to(tl.float32) * own[None, :], axis=1)
+    tl.store(logits + token * EXPERTS + n, found.to(logits.dtype.element_ty), mask=n < EXPERTS)
+    # As in `modeling.triton_tiles.store_tile`: stores, the barrier, one arrival for all.
+    tl.debug_barrier()
+    before = tl.atomic_add(arrived + token, 1, sem="acq_rel")
+    if before == tl.num_programs(0) - 1:
+        e = tl.arange(0, WIDTH)
+        every = tl.load(
+            logits + token * EXPERTS + e, mask=e < EXPERTS, other=-float("inf"),
+            cache_modifier=".cg",
+        )
+        _store_best(every.to(tl.float32), ids, shares, token, EXPERTS, WIDTH, ACTIVE, SUMMED)
+        tl.atomic_xchg(arrived + token, 0, sem="relaxed")
 
 
 # fmt: on
 
-_ENTER, _UP, _DOWN, _SUM, _CHOOSE = map(Launcher, (_enter, _up, _down, _sum, _choose))
+_ENTER, _UP, _DOWN, _SUM = map(Launcher, (_enter, _up, _down, _sum))
+_UP_OF_PAIR, _DOWN_OF_TOKEN = Launcher(_up_of_pair), Launcher(_down_of_token)
+_CHOOSE, _ROUTE = Launcher(_choose), Launcher(_route)
+
+
+def route(
+    x: Tensor, weight: Tensor, active: int, summed: bool, zeros: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(logits, weights of x's type, int64 ids) of [tokens, hidden] and [experts, hidden].
+
+    A token's experts are the best `active` by softmax; summed: their weights sum to 1. zeros: int32
+    [MOST_ROUTED] at least, which it leaves as zeros.
+    """
+    (tokens, hidden), count = x.shape, len(weight)
+    if tokens > MOST_ROUTED:
+        logits = torch.nn.functional.linear(x, weight)
+        return logits, *choose_experts(logits, active, summed)
+    logits = torch.empty(tokens, count, dtype=x.dtype, device=x.device)
+    shares, ids = _chosen(logits, active)
+    pdl = has_dependent_launch(x.device)
+    columns = triton.next_power_of_2(hidden)
+    block = max(1, min(8, ROUTED_WEIGHTS // columns))
+    constants = {"INPUTS": hidden, "COLUMNS": columns, "BLOCK_N": block}
+    constants |= _best_of(count, active, summed, pdl)
+    tensors = [x, weight, logits, ids, shares, zeros]
+    key = (x.device, x.dtype, aligned(*tensors), *constants.values())
+    grid = (-(-count // block), tokens)
+    _ROUTE(key, grid, tensors, constants, {"num_warps": 4, **launch_options(pdl)})
+    return logits, shares, ids
 
 
 def choose_experts(logits: Tensor, active: int, summed: bool) -> tuple[Tensor, Tensor]:
     """Logits [tokens, experts] to (weights of logits' type, int64 ids), [tokens, active] each."""
     tokens, count = logits.shape
-    ids = torch.empty(tokens, active, dtype=torch.int64, device=logits.device)
-    shares = torch.empty(tokens, active, dtype=logits.dtype, device=logits.device)
-    constants = {
-        "EXPERTS": count,
-        "WIDTH": triton.next_power_of_2(count),
-        "ACTIVE": active,
-        "SUMMED": summed,
-    }
+    shares, ids = _chosen(logits, active)
+    pdl = has_dependent_launch(logits.device)
+    constants = _best_of(count, active, summed, pdl)
     key = (logits.device, logits.dtype, aligned(logits, ids, shares), *constants.values())
-    _CHOOSE(key, (tokens,), [logits, ids, shares], constants, {"num_warps": 1})
+    options = {"num_warps": 1, **launch_options(pdl)}
+    _CHOOSE(key, (tokens,), [logits, ids, shares], constants, options)
     return shares, ids
+
+
+def _chosen(logits: Tensor, active: int) -> tuple[Tensor, Tensor]:
+    """Room for the weights and ids of the chosen."""
+    shape = (len(logits), active)
+    ids = torch.empty(shape, dtype=torch.int64, device=logits.device)
+    return torch.empty(shape, dtype=logits.dtype, device=logits.device), ids
+
+
+def _best_of(count: int, active: int, summed: bool, pdl: bool) -> dict[str, Any]:
+    width = triton.next_power_of_2(count)
+    return {"EXPERTS": count, "WIDTH": width, "ACTIVE": active, "SUMMED": summed, "PDL": pdl}
 
 
 def experts(
     x: Tensor, up: Tensor, down: Tensor, ids: Tensor, shares: Tensor, counts: Tensor
 ) -> Tensor:
-    """[tokens, hidden] to the same shape.
+    """[tokens, hidden] to the same shape, of at most MOST_TOKENS tokens.
 
     up: [experts, 2 * inner, hidden], gate's rows first. down: [experts, hidden, inner].
     ids, shares: [tokens, experts of one]. counts: int32 [experts] zeros, which it leaves as zeros.
     """
+    cut = _cut(len(x), *down.shape[1:])
+    if not cut.pairs:
+        return _by_pair(cut, x, up, down, ids, shares)
+    return _by_expert(cut, x, up, down, ids, shares, counts)
+
+
+@cache
+def _cut(tokens: int, hidden: int, width: int) -> ExpertsCut:
+    cut = next(each for each in CUTS if tokens <= each.tokens)
+    return replace(cut, up=cut.up.fitted(width, hidden), down=cut.down.fitted(hidden, width))
+
+
+def _by_pair(
+    cut: ExpertsCut, x: Tensor, up: Tensor, down: Tensor, ids: Tensor, shares: Tensor
+) -> Tensor:
+    (tokens, hidden), active, width = x.shape, ids.shape[1], down.shape[2]
+    inner = torch.empty(tokens * active, width, dtype=x.dtype, device=x.device)
+    y = torch.empty_like(x)
+    pdl = has_dependent_launch(x.device)
+    kinds = (x.device, x.dtype, shares.dtype, ids.dtype)
+    constants: dict[str, Any] = {"INPUTS": hidden, "WIDTH": width, "ACTIVE": active}
+    constants |= _sizes(cut.up) | {"PDL": pdl}
+    tensors = [x, up, ids, inner]
+    grid = (width // cut.up.outputs, tokens * active)
+    _UP_OF_PAIR(
+        (kinds, aligned(*tensors), *constants.values()),
+        *(grid, tensors, constants, _options(cut.up, pdl)),
+    )
+    constants = {"INPUTS": width, "WIDTH": hidden, "ACTIVE": active, **_sizes(cut.down)}
+    constants |= _lines(width) | {"PDL": pdl}
+    tensors = [inner, down, ids, shares, y]
+    _DOWN_OF_TOKEN(
+        (kinds, aligned(*tensors), *constants.values()),
+        *((hidden // cut.down.outputs, tokens), tensors, constants, _options(cut.down, pdl)),
+    )
+    return y
+
+
+def _by_expert(
+    cut: ExpertsCut,
+    x: Tensor,
+    up: Tensor,
+    down: Tensor,
+    ids: Tensor,
+    shares: Tensor,
+    counts: Tensor,
+) -> Tensor:
     (tokens, hidden), active, count = x.shape, ids.shape[1], len(up)
     width = down.shape[2]
     table = torch.empty(count, tokens, dtype=torch.int32, device=x.device)
     inner = torch.empty(tokens * active, width, dtype=x.dtype, device=x.device)
     out = torch.empty(tokens * active, hidden, dtype=x.dtype, device=x.device)
-    y = torch.empty_like(x)
-    kinds = (x.device, x.dtype, shares.dtype, tokens % 16 == 0, tokens == 1)
-    blocks, pairs = -(-tokens // ROWS), triton.next_power_of_2(active)
-    tile = {"ROWS": ROWS, "BLOCK_N": OUTPUTS}
-    constants = {"ACTIVE": active, "WIDTH": pairs}
-    key = (kinds, ids.dtype, aligned(ids, counts, table), *constants.values())
-    _ENTER(key, (tokens,), [ids, counts, table, tokens], constants, {"num_warps": 1})
-    constants = {"INPUTS": hidden, "WIDTH": width, "ACTIVE": active, **tile, "BLOCK_K": UP_INPUTS}
-    key = (kinds, aligned(x, up, inner), *constants.values())
-    grid = (width // OUTPUTS, count, blocks)
-    _UP(key, grid, [x, up, inner, counts, table, tokens], constants, OPTIONS)
-    constants = {"INPUTS": width, "WIDTH": hidden, **tile, "BLOCK_K": DOWN_INPUTS}
-    key = (kinds, aligned(inner, down, out), *constants.values())
-    grid = (hidden // OUTPUTS, count, blocks)
-    _DOWN(key, grid, [inner, down, shares, out, counts, table, tokens], constants, OPTIONS)
+    y, pdl = torch.empty_like(x), has_dependent_launch(x.device)
+    pointers = (x, up, down, ids, shares, counts, table, inner, out, y)
+    forms = (tokens % 16 == 0, tokens == 1, aligned(*pointers))
+    kinds = (x.device, x.dtype, shares.dtype, ids.dtype, *forms)
+    small = {"num_warps": 1, **launch_options(pdl)}
+    power = triton.next_power_of_2(active)
+    constants: dict[str, Any] = {"ACTIVE": active, "WIDTH": power, "PDL": pdl}
+    key = (kinds, *constants.values())
+    _ENTER(key, (tokens,), [ids, counts, table, tokens], constants, small)
+    blocks, of_pairs = -(-tokens // cut.pairs), {"PAIRS": cut.pairs}
+    constants = {"INPUTS": hidden, "WIDTH": width, "ACTIVE": active, **of_pairs}
+    constants |= _sizes(cut.up) | {"PDL": pdl}
+    grid = (blocks, width // cut.up.outputs, count)
+    tensors: list[Any] = [x, up, inner, counts, table, tokens]
+    _UP((kinds, *constants.values()), grid, tensors, constants, _options(cut.up, pdl))
+    constants = {"INPUTS": width, "WIDTH": hidden, **of_pairs, **_sizes(cut.down)}
+    constants |= _lines(width) | {"PDL": pdl}
+    grid = (blocks, hidden // cut.down.outputs, count)
+    tensors = [inner, down, shares, out, counts, table, tokens]
+    _DOWN((kinds, *constants.values()), grid, tensors, constants, _options(cut.down, pdl))
     constants = {
-        **{"WIDTH": hidden, "ACTIVE": active, "PAIRS": pairs, "BLOCK_N": SUM_COLUMNS},
-        **{"EXPERTS": count, "COUNTS": triton.next_power_of_2(count)},
+        **{"WIDTH": hidden, "ACTIVE": active, "PAIRS": power, "BLOCK_N": SUM_COLUMNS},
+        **{"EXPERTS": count, "COUNTS": triton.next_power_of_2(count), "PDL": pdl},
     }
-    key = (kinds, aligned(out, y, counts), *constants.values())
-    _SUM(key, (tokens, -(-hidden // SUM_COLUMNS)), [out, y, counts], constants, {"num_warps": 4})
+    grid = (tokens, -(-hidden // SUM_COLUMNS), 1)
+    _SUM((kinds, *constants.values()), grid, [out, y, counts], constants, {**small, "num_warps": 4})
     return y
+
+
+def _sizes(tile: Tile) -> dict[str, int]:
+    return {"BLOCK_N": tile.outputs, "BLOCK_K": tile.inputs}
+
+
+def _options(tile: Tile, pdl: bool) -> dict[str, Any]:
+    return {"num_warps": tile.warps, "num_stages": tile.stages, **launch_options(pdl)}
+
+
+def _lines(inputs: int) -> dict[str, int]:
+    return {"LINE": LINE, "LINES": triton.next_power_of_2(-(-inputs // LINE))}
 
 
 def fits(up: Tensor, down: Tensor) -> bool:
     """Whether the tiles fit weights of these shapes; see `experts`."""
-    hidden, width = down.shape[1:]
-    sizes = ((hidden, OUTPUTS), (hidden, UP_INPUTS), (width, OUTPUTS), (width, DOWN_INPUTS))
+    is_whole = all(size % LEAST == 0 for size in down.shape[1:])
     is_half = up.dtype in (torch.bfloat16, torch.float16)
-    return (
-        is_half
-        and up.is_contiguous()
-        and down.is_contiguous()
-        and not any(size % tile for size, tile in sizes)
-    )
+    return is_half and is_whole and up.is_contiguous() and down.is_contiguous()

@@ -32,6 +32,7 @@ from modeling.adapters.projection import (
     ProjectionKind,
 )
 from modeling.models.generic.cuts import CutPlan
+from modeling.models.generic.fused_experts import ExpertKernels
 from modeling.models.generic.linears import NUMBER
 from modeling.models.generic.names import SourceNames
 from modeling.models.generic.step import CurrentStep
@@ -98,13 +99,17 @@ class RoutedLayers:
             self._routers += [RoutedModule(m, i, targets) for i, (_, m) in enumerate(members)]
         self.projections: tuple[Projection, ...] = tuple(made)
 
-    def install(self, step: CurrentStep) -> None:
-        """Let them be computed with the adapters of the step, once the weights are read."""
+    def install(self, step: CurrentStep, device: torch.device) -> None:
+        """Let them be computed with the step's adapters, and by our kernels where those fit.
+
+        To be called when the weights were read.
+        """
+        kernels = ExpertKernels(device)
         for each in self._experts:
-            plain = each.module.forward
+            plain = kernels.experts(each.module) or each.module.forward
             each.module.forward = partial(_experts_adapted, each, step, plain)
         for each in self._routers:
-            plain = each.module.forward
+            plain = kernels.router(each.module) or each.module.forward
             each.module.forward = partial(_route_adapted, each, step, plain)
 
 

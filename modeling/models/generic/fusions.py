@@ -211,9 +211,9 @@ def _defer_norms(causal: nn.Module, step: CurrentStep) -> int:
         if ROTATION not in getattr(module.__dict__.get("forward"), "__globals__", {}):
             continue
         for name in ("q_norm", "k_norm"):
-            norm = getattr(module, name, None)
+            norm, width = getattr(module, name, None), getattr(module, "head_dim", 0)
             # Other norms of these names are of all heads at once.
-            if isinstance(norm, FusedRMSNorm) and len(norm.weight) == getattr(module, "head_dim", 0):
+            if isinstance(norm, FusedRMSNorm) and len(norm.weight) == width:
                 norm.deferral = step
                 count += 1
     return count

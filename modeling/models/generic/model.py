@@ -80,7 +80,7 @@ class GenericForCausalLM(nn.Module):
         routed = RoutedLayers(self.causal, plan, len(self.projections))
         self.projections = (*self.projections, *routed.projections)
         read_rest(self.causal, plan, weights)
-        routed.install(self._step)
+        routed.install(self._step, self.device)
         stacked = [each for each in self.causal.parameters() if each.dim() == 3]
         # torch's product of groups reads their sizes on the host, but for half precision.
         is_half = weights.dtype is not torch.float32

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from configs.architectures.rope import POSITIONS_PER_SET
 from modeling.adapters.norm_rows import OwnWeights, rms_norm
 from modeling.attention.kv_cache import FP8, CacheScales, CacheSpec, allocate
-from modeling.layers.fused import FusedOps, casts_to_fp8, fused_ops
+from modeling.layers.fused import FusedOps, HeadNorms, casts_to_fp8, fused_ops
 from modeling.layers.rotary import rotate
 from modeling.quantisation.activations import by_token
 
@@ -137,6 +137,36 @@ def test_rotate_and_store(dtype: torch.dtype, heads: tuple[int, int], head_dim: 
     rest[slots] = False
     assert not cache.flat_keys[rest].any()
     assert not cache.flat_values[rest].any()
+
+
+@gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 37])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_heads_are_normed_before_they_are_rotated(
+    dtype: torch.dtype, tokens: int, in_place: bool
+) -> None:
+    """q, k and v of three tensors with rows of their own lengths."""
+    (cache,) = allocate(CacheSpec(1, 16, 2, 128, dtype), 9, CUDA)
+    wide = [torch.randn(tokens, heads + 3, 128, device=CUDA).to(dtype) for heads in (5, 2, 2)]
+    q, k, v = (each[:, 1:-2] for each in wide)
+    weights = torch.rand(128, device=CUDA) + 0.5, torch.rand(128, device=CUDA) + 0.5
+    angle = torch.randn(tokens, 1, 128, device=CUDA)
+    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+    slots = torch.randperm(9 * 16, device=CUDA)[:tokens]
+    normed = [
+        F.rms_norm(part.double(), (128,), weight.double(), eps).to(dtype).double()
+        for part, weight, eps in zip((q, k), weights, (1e-5, 1e-2), strict=True)
+    ]
+    expected_q, expected_k = (rotate(part, cos.double(), sin.double()) for part in normed)
+    before = q.clone()
+    norms = HeadNorms(weights, (1e-5, 1e-2))
+    found = ops().rotate_and_store((q, k, v), (cos, sin), cache, slots, norms, in_place)
+    check(found, expected_q, dtype)
+    check(cache.flat_keys[slots], expected_k, dtype)
+    assert torch.equal(cache.flat_values[slots], v)
+    assert torch.equal(q, found if in_place else before)
 
 
 @gpu
