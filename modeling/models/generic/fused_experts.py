@@ -15,6 +15,9 @@ from torch.nn import functional as F
 
 TOLERANCE = 1e-5
 
+HALF = (torch.bfloat16, torch.float16)
+"""Types of weights that the kernels take."""
+
 
 class ExpertKernels:
     """The kernels of a model's device, and the counters that its layers share."""
@@ -53,7 +56,7 @@ class ExpertKernels:
         if self._kernels is None or getattr(module, "bias", None) is not None:
             return None
         active = getattr(module, "top_k", None)
-        if not isinstance(active, int) or weight.dtype not in (torch.bfloat16, torch.float16):
+        if not isinstance(active, int) or weight.dtype not in HALF:
             return None
         for summed in (True, False):
             if _takes_best(module, active, summed):

@@ -1,0 +1,85 @@
+"""Which of transformers' experts and routers our kernels replace; torch stands for the kernels."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from modeling.models.generic import fused_experts
+from modeling.models.generic.fused_experts import ExpertKernels
+
+SIZES = {
+    **{"hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 8, "num_attention_heads": 2},
+    **{"intermediate_size": 16, "moe_intermediate_size": 16, "num_key_value_heads": 2},
+    **{"num_experts": 6, "num_local_experts": 6, "n_routed_experts": 6, "num_experts_per_tok": 3},
+    **{"n_group": 1, "topk_group": 1, "first_k_dense_replace": 0, "head_dim": 16},
+}
+MOST_TOKENS = 4
+
+
+def experts(x: Tensor, up: Tensor, down: Tensor, ids: Tensor, shares: Tensor, _: Tensor) -> Tensor:
+    gate, upper = torch.einsum("th,teih->tei", x, up[ids]).chunk(2, -1)
+    out = torch.einsum("tei,tehi->teh", F.silu(gate) * upper, down[ids])
+    return (out * shares[..., None]).sum(1)
+
+
+def route(
+    x: Tensor, weight: Tensor, active: int, summed: bool, _: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    logits = F.linear(x, weight)
+    best, ids = logits.float().softmax(-1).topk(active)
+    best = best / best.sum(-1, keepdim=True) if summed else best
+    return logits, best.to(x.dtype), ids
+
+
+def block(model_type: str) -> Any:
+    """The experts and router of a type's only layer."""
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING[model_type](**SIZES)
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.3)
+    return model.eval().requires_grad_(False).model.layers[0].mlp
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> ExpertKernels:
+    known = {"experts": experts, "route": route, "MOST_TOKENS": MOST_TOKENS, "MOST_ROUTED": 2}
+    fake = SimpleNamespace(fits=lambda up, down: True, **known)
+    monkeypatch.setattr(fused_experts, "_kernels", lambda device: fake)
+    monkeypatch.setattr(fused_experts, "HALF", (torch.float32,))
+    return ExpertKernels(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral", "olmoe"])
+def test_softmax_and_silu_are_replaced(kernels: ExpertKernels, model_type: str) -> None:
+    both = block(model_type)
+    router, own = kernels.router(both.gate), kernels.experts(both.experts)
+    assert router is not None
+    assert own is not None
+    for tokens in (1, MOST_TOKENS, MOST_TOKENS + 1):
+        x = torch.randn(tokens, 32)
+        wanted = both.gate(x)
+        for found, expected in zip(router(x[None]), wanted, strict=True):
+            torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(own(x, wanted[2], wanted[1]), both.experts(x, *wanted[:0:-1]))
+
+
+@pytest.mark.parametrize(("model_type", "has_experts"), [("gpt_oss", False), ("glm4_moe", True)])
+def test_what_computes_something_else_stays(
+    kernels: ExpertKernels, model_type: str, has_experts: bool
+) -> None:
+    both = block(model_type)
+    assert (kernels.experts(both.experts) is not None) == has_experts
+    assert kernels.router(getattr(both, "router", getattr(both, "gate", None))) is None
+
+
+def test_without_a_gpu_nothing_is_replaced() -> None:
+    both, none = block("qwen3_moe"), ExpertKernels(torch.device("cpu"))
+    assert none.experts(both.experts) is None
+    assert none.router(both.gate) is None
