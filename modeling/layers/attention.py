@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from modeling.attention.kv_cache import LayerCache
-from modeling.layers.fused import HeadNorms, casts_to_fp8, fused_ops
+from modeling.layers.fused import casts_to_fp8, fused_ops
+from modeling.layers.head_norms import HeadNorms
 from modeling.layers.norm import RMSNorm
 from modeling.layers.rotary import rotate
 from sharding.slicing import HeadCut
@@ -58,7 +59,7 @@ def rotate_and_store(
         split = qkv.view(qkv.shape[0], heads.num_heads + 2 * heads.num_kv_heads, -1)
         counts = [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads]
         parts = torch.split(split, counts, dim=1)
-        found = rotate_and_store_at_once(parts, angles, cache, slots, None, in_place=True)
+        found = rotate_and_store_at_once(parts, angles, cache, slots, None, overwrites=True)
         if found is not None:
             return found
     queries, keys, values = split_heads(qkv, heads, angles)
@@ -75,7 +76,7 @@ def rotate_and_store_at_once(
     cache: LayerCache,
     slots: Tensor,
     norms: HeadNorms | None,
-    in_place: bool,
+    overwrites: bool,
 ) -> Tensor | None:
     """See `FusedOps.rotate_and_store`; None where the device has no kernel for it.
 
@@ -87,7 +88,7 @@ def rotate_and_store_at_once(
     lie_together = all(each.stride()[1:] == (head_dim, 1) for each in parts)
     if fused is None or not (are_whole and lie_together and _writable(cache)):
         return None
-    return fused.rotate_and_store(parts, angles, cache, slots, norms, in_place)
+    return fused.rotate_and_store(parts, angles, cache, slots, norms, overwrites)
 
 
 def _writable(cache: LayerCache) -> bool:

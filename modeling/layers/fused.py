@@ -15,17 +15,6 @@ Rounded = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class HeadNorms:
-    """RMS norms of each head of q and of each of k.
-
-    weights: float32 [head_dim] each. eps: what is added to the mean squares.
-    """
-
-    weights: tuple[Tensor, Tensor]
-    eps: tuple[float, float]
-
-
-@dataclass(frozen=True)
 class FusedOps:
     """What the kernels compute; arguments are contiguous.
 

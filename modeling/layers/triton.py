@@ -16,7 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from configs.architectures.rope import POSITIONS_PER_SET
 from modeling.attention.kv_cache import FP8_MAX, LayerCache
-from modeling.layers.fused import HeadNorms
+from modeling.layers.head_norms import HeadNorms
 from modeling.triton_launch import Launcher, aligned, has_dependent_launch, launch_options
 
 HEADS_PER_PROGRAM = 4
@@ -208,17 +208,17 @@ def rotate_and_store(
     cache: LayerCache,
     slots: Tensor,
     norms: HeadNorms | None = None,
-    in_place: bool = False,
+    overwrites: bool = False,
 ) -> Tensor:
     """q' = q cos + swap(q) sin, swap exchanging a head's two parts; returns q'.
 
     k' is computed alike and stored in the cache with v, at `slots`, as LayerCache.store does.
     parts: q, k, v [tokens, heads or kv_heads, head_dim], whole heads behind each other. norms: of
-    each head of q and of k before the rotation. in_place: q' overwrites q.
+    each head of q and of k before the rotation. overwrites: whether q' overwrites q.
     """
     q, k, v = parts
     (tokens, num_heads, head_dim), num_kv_heads = q.shape, k.shape[1]
-    out = q if in_place else torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = q if overwrites else torch.empty(q.shape, dtype=q.dtype, device=q.device)
     # A single token's stride means nothing.
     strides = [0 if tokens == 1 else each.stride(0) for each in (q, k, v, out)]
     weights, eps = ((q, q), (0.0, 0.0)) if norms is None else (norms.weights, norms.eps)

@@ -10,7 +10,7 @@ from modeling.adapters.product import AdapterData
 from modeling.attention.base import AttentionStep
 from modeling.attention.kv_cache import LayerCache
 from modeling.layers.attention import Angles, rotate_and_store, rotate_and_store_at_once
-from modeling.layers.fused import HeadNorms
+from modeling.layers.head_norms import HeadNorms
 from sharding.slicing import HeadCut
 
 
@@ -88,7 +88,7 @@ class PagedContext:
         if self.stored is not None:
             return None
         slots = self.groups[cache.group].slots
-        return rotate_and_store_at_once(parts, angles, cache, slots, norms, in_place=False)
+        return rotate_and_store_at_once(parts, angles, cache, slots, norms, overwrites=False)
 
     def store_heads(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Put keys and values [tokens, kv_heads, head_dim] into the layer's pages as they are."""

@@ -23,7 +23,7 @@ class ExpertKernels:
     """The kernels of a model's device, and the counters that its layers share."""
 
     def __init__(self, device: torch.device) -> None:
-        self._kernels = _kernels(device)
+        self._kernels, self._routing = _kernels(device)
         self._device = device
         self._zeros: dict[int, Tensor] = {}
 
@@ -53,15 +53,15 @@ class ExpertKernels:
     def router(self, module: Any) -> Callable[..., tuple[Tensor, Tensor, Tensor]] | None:
         """The kernel instead of a router that takes the best of a softmax; None for others."""
         weight = module.weight
-        if self._kernels is None or getattr(module, "bias", None) is not None:
+        if self._routing is None or getattr(module, "bias", None) is not None:
             return None
         active = getattr(module, "top_k", None)
         if not isinstance(active, int) or weight.dtype not in HALF:
             return None
         for summed in (True, False):
             if _takes_best(module, active, summed):
-                zeros = self._counters(self._kernels.MOST_ROUTED)
-                return partial(_route, self._kernels, weight, active, summed, zeros)
+                zeros = self._counters(self._routing.MOST_ROUTED)
+                return partial(_route, self._routing, weight, active, summed, zeros)
         return None
 
     def _counters(self, count: int) -> Tensor:
@@ -72,23 +72,24 @@ class ExpertKernels:
 
 
 def _route(
-    kernels: Any, weight: Tensor, active: int, summed: bool, zeros: Tensor, hidden_states: Tensor
+    routing: Any, weight: Tensor, active: int, summed: bool, zeros: Tensor, hidden_states: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(logits, weights of the best, their ids)."""
     x = hidden_states.flatten(0, -2).contiguous()
-    found: tuple[Tensor, Tensor, Tensor] = kernels.route(x, weight, active, summed, zeros)
+    found: tuple[Tensor, Tensor, Tensor] = routing.route(x, weight, active, summed, zeros)
     return found
 
 
-def _kernels(device: torch.device) -> Any:
+def _kernels(device: torch.device) -> tuple[Any, Any]:
+    """The modules of experts' kernels and of routers'."""
     if device.type != "cuda":
-        return None
+        return None, None
     try:
         # Here, not above: Triton comes with CUDA builds of torch only.
-        from modeling.layers import triton_experts
+        from modeling.layers import triton_experts, triton_routing
     except ImportError:
-        return None
-    return triton_experts
+        return None, None
+    return triton_experts, triton_routing
 
 
 def _is_silu(module: Any) -> bool:

@@ -17,7 +17,7 @@ from transformers import AttentionInterface
 from modeling.adapters.product import AdapterData, TokenGroup
 from modeling.adapters.vocabulary import VocabularyAdapters
 from modeling.layers.attention import Angles
-from modeling.layers.fused import HeadNorms
+from modeling.layers.head_norms import HeadNorms
 from modeling.layers.rotary import rotate
 from modeling.models.base import AttentionLayer
 from modeling.models.context import PagedContext

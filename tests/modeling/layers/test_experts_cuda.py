@@ -42,7 +42,7 @@ def test_experts(dtype: torch.dtype, tokens: int) -> None:
 @pytest.mark.parametrize("summed", [True, False])
 @pytest.mark.parametrize(("tokens", "hidden"), [(1, 2048), (16, 7168), (17, 2048)])
 def test_routing(tokens: int, hidden: int, summed: bool) -> None:
-    kernels = pytest.importorskip("modeling.layers.triton_experts")
+    kernels = pytest.importorskip("modeling.layers.triton_routing")
     x = torch.randn(tokens, hidden, device=CUDA).bfloat16()
     weight = torch.randn(100, hidden, device=CUDA).mul(0.05).bfloat16()
     zeros = torch.zeros(kernels.MOST_ROUTED, dtype=torch.int32, device=CUDA)

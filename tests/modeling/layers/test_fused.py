@@ -8,7 +8,8 @@ from torch.nn import functional as F
 from configs.architectures.rope import POSITIONS_PER_SET
 from modeling.adapters.norm_rows import OwnWeights, rms_norm
 from modeling.attention.kv_cache import FP8, CacheScales, CacheSpec, allocate
-from modeling.layers.fused import FusedOps, HeadNorms, casts_to_fp8, fused_ops
+from modeling.layers.fused import FusedOps, casts_to_fp8, fused_ops
+from modeling.layers.head_norms import HeadNorms
 from modeling.layers.rotary import rotate
 from modeling.quantisation.activations import by_token
 
@@ -143,9 +144,9 @@ def test_rotate_and_store(dtype: torch.dtype, heads: tuple[int, int], head_dim: 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens", [1, 37])
-@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("overwrites", [False, True])
 def test_heads_are_normed_before_they_are_rotated(
-    dtype: torch.dtype, tokens: int, in_place: bool
+    dtype: torch.dtype, tokens: int, overwrites: bool
 ) -> None:
     """q, k and v of three tensors with rows of their own lengths."""
     (cache,) = allocate(CacheSpec(1, 16, 2, 128, dtype), 9, CUDA)
@@ -162,11 +163,11 @@ def test_heads_are_normed_before_they_are_rotated(
     expected_q, expected_k = (rotate(part, cos.double(), sin.double()) for part in normed)
     before = q.clone()
     norms = HeadNorms(weights, (1e-5, 1e-2))
-    found = ops().rotate_and_store((q, k, v), (cos, sin), cache, slots, norms, in_place)
+    found = ops().rotate_and_store((q, k, v), (cos, sin), cache, slots, norms, overwrites)
     check(found, expected_q, dtype)
     check(cache.flat_keys[slots], expected_k, dtype)
     assert torch.equal(cache.flat_values[slots], v)
-    assert torch.equal(q, found if in_place else before)
+    assert torch.equal(q, found if overwrites else before)
 
 
 @gpu

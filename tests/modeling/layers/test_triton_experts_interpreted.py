@@ -46,8 +46,8 @@ def test_experts(monkeypatch: pytest.MonkeyPatch, tokens: int, active: int) -> N
 @pytest.mark.parametrize("tokens", [3, 17])
 @pytest.mark.parametrize("summed", [True, False])
 def test_routing(monkeypatch: pytest.MonkeyPatch, tokens: int, summed: bool) -> None:
-    kernels = pytest.importorskip("modeling.layers.triton_experts")
-    for name in ("_ROUTE", "_CHOOSE"):
+    kernels = pytest.importorskip("modeling.layers.triton_routing")
+    for name in ("_ROUTE", "_BEST"):
         monkeypatch.setattr(kernels, name, Interpreted(getattr(kernels, name)._kernel))
     x, weight = torch.randn(tokens, 24), torch.randn(11, 24)
     zeros = torch.zeros(kernels.MOST_ROUTED, dtype=torch.int32)

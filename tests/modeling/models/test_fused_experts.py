@@ -39,8 +39,9 @@ def route(
 def block(model_type: str) -> Any:
     """The experts and router of a type's only layer."""
     torch.manual_seed(0)
-    config = CONFIG_MAPPING[model_type](**SIZES)
-    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    kind: Any = CONFIG_MAPPING[model_type]
+    auto: Any = AutoModelForCausalLM
+    model = auto.from_config(kind(**SIZES), dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0, 0.3)
@@ -49,9 +50,9 @@ def block(model_type: str) -> Any:
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> ExpertKernels:
-    known = {"experts": experts, "route": route, "MOST_TOKENS": MOST_TOKENS, "MOST_ROUTED": 2}
-    fake = SimpleNamespace(fits=lambda up, down: True, **known)
-    monkeypatch.setattr(fused_experts, "_kernels", lambda device: fake)
+    routing = SimpleNamespace(route=route, MOST_ROUTED=2)
+    fakes = SimpleNamespace(experts=experts, fits=lambda up, down: True, MOST_TOKENS=MOST_TOKENS)
+    monkeypatch.setattr(fused_experts, "_kernels", lambda device: (fakes, routing))
     monkeypatch.setattr(fused_experts, "HALF", (torch.float32,))
     return ExpertKernels(torch.device("cpu"))
 
