@@ -14,7 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from modeling.triton_launch import Launcher, aligned, has_dependent_launch, launch_options
 
 MOST_ROUTED = 16
-"""Tokens whose logits are computed in the launch that finds their experts."""
+"""Most tokens of a step that computes logits in the launch that finds experts."""
 
 ROUTED_WEIGHTS = 16384
 """That a program of the routing's launch multiplies."""
