@@ -5,7 +5,7 @@
 
 p: a pair of a token t(p) and one of the experts that compute it, e(p); w: its weight. Two ways:
 
-* Up to four tokens share few experts, so every pair reads its expert's weights for itself: two
+* One or two tokens share few experts, so every pair reads its expert's weights for itself: two
   launches, sums without tensor cores.
 * More tokens: a table has the pairs of each expert, and a program reads a tile of one expert's
   weights once for many pairs, which are the narrow side of the tensor cores' instruction. An expert
@@ -58,11 +58,12 @@ class ExpertsCut:
 
 
 CUTS = (
-    ExpertsCut(4, 0, Tile(4, 1024, 4), Tile(4, 256, 4)),
-    ExpertsCut(64, 16, Tile(64, 128, 4, 3), Tile(64, 128, 4, 3)),
-    ExpertsCut(256, 32, Tile(64, 64, 4, 4), Tile(64, 64, 4, 4)),
+    ExpertsCut(2, 0, Tile(2, 2048, 4), Tile(4, 256, 4)),
+    ExpertsCut(128, 16, Tile(64, 128, 4, 3), Tile(64, 128, 4, 3)),
+    ExpertsCut(256, 32, Tile(64, 64, 4, 4), Tile(128, 64, 4, 4)),
 )
-"""Beyond the last, a library's grouped products are faster."""
+"""As measured on an H200 with 128 experts of 768, 8 of them a token, hidden size 2048. Beyond the
+last, a library's grouped products are faster."""
 
 MOST_TOKENS = CUTS[-1].tokens
 

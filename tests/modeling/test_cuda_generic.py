@@ -76,7 +76,7 @@ def test_float32_gives_the_oracles_tokens(world: World, variant: str, graphs: Cu
         assert (full_logprobs(answer) - truth.logprobs).abs().max() < 5e-4
 
 
-@pytest.mark.parametrize("variant", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("variant", ["qwen3_moe", "deepseek_v3"])
 def test_adapters_of_experts(world: World, variant: str) -> None:
     """Steps with them are launched kernel by kernel, beside captured ones of others."""
     said = run(world, variant, DType.FLOAT32, CudaGraphs.ALL, ROUTED)

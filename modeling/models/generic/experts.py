@@ -76,10 +76,13 @@ class RoutedModule:
 class RoutedLayers:
     """A model's experts and routers.
 
-    projections: what adapters change of them.
+    projections: what adapters change of them; none on a GPU where experts have biases, for that
+    has not been exact there yet.
     """
 
-    def __init__(self, causal: PreTrainedModel, plan: CutPlan, taken: int) -> None:
+    def __init__(
+        self, causal: PreTrainedModel, plan: CutPlan, taken: int, on_gpu: bool = False
+    ) -> None:
         """Find them, while parameters have their whole shapes; taken: the other projections."""
         kinds: dict[str, list[tuple[str, Any]]] = defaultdict(list)
         for path, module in causal.named_modules():
@@ -88,14 +91,16 @@ class RoutedLayers:
         made: list[Projection] = []
         self._experts: list[RoutedModule] = []
         self._routers: list[RoutedModule] = []
+        has_bias = any(module.has_bias for own in kinds.values() for _, module in own)
+        is_adapted = not (on_gpu and has_bias)
         for template, members in kinds.items():
-            maps = _projections(causal, plan, template, members)
+            maps = _projections(causal, plan, template, members) if is_adapted else []
             targets = _targets(maps, taken + len(made))
             made += maps
             self._experts += [RoutedModule(m, i, targets) for i, (_, m) in enumerate(members)]
         for template, members in _routers(causal, kinds).items():
             targets = {"router": [Target(taken + len(made), 0)]}
-            made += [_router(causal, template, members)]
+            made += [_router(causal, template, members)] if is_adapted else []
             self._routers += [RoutedModule(m, i, targets) for i, (_, m) in enumerate(members)]
         self.projections: tuple[Projection, ...] = tuple(made)
 

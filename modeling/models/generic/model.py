@@ -77,7 +77,8 @@ class GenericForCausalLM(nn.Module):
         self.projections: tuple[Projection, ...] = replace_linears(
             self.causal, plan, weights, self._step
         )
-        routed = RoutedLayers(self.causal, plan, len(self.projections))
+        on_gpu = self.device.type == "cuda"
+        routed = RoutedLayers(self.causal, plan, len(self.projections), on_gpu)
         self.projections = (*self.projections, *routed.projections)
         read_rest(self.causal, plan, weights)
         routed.install(self._step, self.device)

@@ -15,7 +15,7 @@ CUDA = torch.device("cuda")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("tokens", [1, 4, 5, 64, 65, 250])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 64, 129, 250])
 def test_experts(dtype: torch.dtype, tokens: int) -> None:
     """Launched and captured: the graph's second replay finds what the first one left."""
     kernels = pytest.importorskip("modeling.layers.triton_experts")
