@@ -71,20 +71,23 @@ class AttentionStep:
 
 
 class GraphAttention(ABC):
-    """Attention of decode steps of one size inside a graph: same addresses, new contents.
+    """Attention of steps of one size inside a graph: same addresses, new contents.
 
-    Before each replay `write` fills host memory, which the caller sends to the device words that
+    Every row has room for the same number of tokens. Before each replay `write` fills host memory, which the caller sends to the device words that
     this was made with, and `plan` does what is left, on the current stream.
     """
 
     step: AttentionStep
 
     @abstractmethod
-    def write(self, words: Words, key_lengths: Words, tables: Words) -> int:
+    def write(
+        self, words: Words, key_lengths: Words, tables: Words, query_lengths: Words | None = None
+    ) -> int:
         """Put a step's numbers into `words`; returns how many of them must reach the device.
 
-        words: int32, as many as `captured_words` said. key_lengths: int32 [rows]. tables: int32
-        [rows, blocks used].
+        words: int32, as many as `graph_words` said. key_lengths: int32 [rows]. tables: int32
+        [rows, blocks used]. query_lengths: int32 [rows], None for one each; what is computed for
+        the tokens behind them means nothing.
         """
 
     @abstractmethod
@@ -137,13 +140,13 @@ class AttentionBackend(ABC):
         float type; None for a layer without.
         """
 
-    def graph_words(self, rows: int, max_blocks: int) -> int | None:
-        """How many int32 a captured decode step of `rows` rows reads; None: it has no such form.
+    def graph_words(self, rows: int, max_blocks: int, queries: int = 1) -> int | None:
+        """How many int32 a captured step of `rows` rows reads; None: it has no such form.
 
-        max_blocks: in the longest row's table.
+        max_blocks: in the longest row's table. queries: tokens that each row has room for.
         """
         return None
 
-    def graph_form(self, rows: int, words: Tensor) -> GraphAttention:
-        """Attention of captured decode steps, over static device memory `words` (int32)."""
+    def graph_form(self, rows: int, words: Tensor, queries: int = 1) -> GraphAttention:
+        """Attention of captured steps, over static device memory `words` (int32)."""
         raise NotImplementedError(f"attention backend {self.name!r} has no captured form")

@@ -111,11 +111,11 @@ class FlashAttention(AttentionBackend):
             parts.append(self._prefill(q[split:], cache, rows, window))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def graph_words(self, rows: int, max_blocks: int) -> int | None:
+    def graph_words(self, rows: int, max_blocks: int, queries: int = 1) -> int | None:
         """Lengths and whole tables."""
-        return rows * (1 + max_blocks)
+        return rows * (1 + max_blocks) if queries == 1 else None
 
-    def graph_form(self, rows: int, words: Tensor) -> "GraphFlashAttn":
+    def graph_form(self, rows: int, words: Tensor, queries: int = 1) -> "GraphFlashAttn":
         """Decode over static lengths and tables."""
         return GraphFlashAttn(self, rows, words)
 
@@ -164,7 +164,9 @@ class GraphFlashAttn(GraphAttention):
         tables = words[rows:].view(rows, self._blocks)
         self.step = FlashAttnStep(backend, ones, ones, rows, words[:rows], tables, None)
 
-    def write(self, words: Words, key_lengths: Words, tables: Words) -> int:
+    def write(
+        self, words: Words, key_lengths: Words, tables: Words, query_lengths: Words | None = None
+    ) -> int:
         """Lengths, then tables; what lies beyond a row's keys is never read."""
         words[: self._rows] = key_lengths
         words[self._rows :].reshape(self._rows, self._blocks)[:, : tables.shape[1]] = tables

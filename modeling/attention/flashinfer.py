@@ -149,11 +149,11 @@ class FlashInferAttention(AttentionBackend):
             plan.prefill.run(q[split:], pages, out=out[split:], **options)
         return out if cache.scales.values == 1.0 else out.mul_(cache.scales.values)
 
-    def graph_words(self, rows: int, max_blocks: int) -> int | None:
+    def graph_words(self, rows: int, max_blocks: int, queries: int = 1) -> int | None:
         """Row starts, last pages' lengths, and the ragged page list, which may fill up."""
-        return _indices_at(rows) + rows * max_blocks
+        return _indices_at(rows) + rows * max_blocks if queries == 1 else None
 
-    def graph_form(self, rows: int, words: Tensor) -> "GraphDecode":
+    def graph_form(self, rows: int, words: Tensor, queries: int = 1) -> "GraphDecode":
         """Wrappers of a fixed number of rows, over `words`."""
         return GraphDecode(self, rows, words)
 
@@ -262,7 +262,9 @@ class GraphDecode(GraphAttention):
         ones = (1,) * rows
         self.step = FlashInferStep(backend, ones, ones, plans, rows)
 
-    def write(self, words: Words, key_lengths: Words, tables: Words) -> int:
+    def write(
+        self, words: Words, key_lengths: Words, tables: Words, query_lengths: Words | None = None
+    ) -> int:
         """Row starts, last pages' lengths, page list, each at an aligned offset."""
         pages = RowPages.of(key_lengths, self._backend.spec.page_size)
         last_at, indices_at = _last_at(self._rows), _indices_at(self._rows)

@@ -1,7 +1,7 @@
 """Paged attention in Triton: any head size, any page size, caps, sinks and slopes.
 
 Rows of one token go to the decode kernel, wherever they are in a step, all others to the prefill
-kernel. Nothing is planned beyond that: a row's result follows from its own lengths alone, so that
+kernel; in captured steps those of a few tokens go to the decode kernel too. Nothing is planned beyond that: a row's result follows from its own lengths alone, so that
 captured and launched steps agree bit by bit.
 """
 
@@ -25,29 +25,35 @@ from modeling.attention.base import (
 from modeling.attention.kv_cache import FP8, LayerCache
 from modeling.attention.pages import RowPages, starts
 from modeling.attention.triton_decode import COMBINED, combine_kernel, decode_kernel
-from modeling.attention.triton_forms import decode_form, padded_head, prefill_form
+from modeling.attention.triton_forms import decode_form, padded_head, prefill_form, widened
 from modeling.attention.triton_prefill import TILE_WORDS, prefill_kernel
 from modeling.transfer import pack_to_device
 from modeling.triton_launch import Launcher, aligned, has_dependent_launch, launch_options
 
 MAX_HEAD_DIM = 512
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+HEADERS = 3
+"""Numbers of a row of a captured step before its pages' numbers."""
+
 NO_WINDOW = 2**30
 """More keys than any row has; the kernels add two of it in 32 bits."""
 
 
 @dataclass(frozen=True)
 class DecodeRows:
-    """The rows of one token of a step.
+    """The rows of few tokens of a step.
 
-    tokens, offsets, lengths: int32 [n], each one's index in q, where its pages' numbers start in
-    the tables, its keys. longest: no row has more keys.
+    tokens, offsets, lengths: int32 [n], the index of each one's first token in q, where its pages'
+    numbers start in the tables, its keys. longest: no row has more keys. room: tokens in q for each
+    row. queries: int32 [n], how many of these count; not read where there is room for one.
     """
 
     tokens: Tensor
     offsets: Tensor
     lengths: Tensor
     longest: int
+    room: int
+    queries: Tensor
 
 
 @dataclass(frozen=True)
@@ -140,7 +146,7 @@ class TritonAttention(AttentionBackend):
         tokens, starts_of, lengths, others = pack_to_device((*columns, tiles), tables.device)
         decode = None
         if alone.any():
-            decode = DecodeRows(tokens, starts_of, lengths, int(keys[alone].max()))
+            decode = DecodeRows(tokens, starts_of, lengths, int(keys[alone].max()), 1, lengths)
         return TritonStep(
             self,
             tuple(query_lengths),
@@ -180,13 +186,13 @@ class TritonAttention(AttentionBackend):
             self._prefill(layer, step.tiles)
         return layer.out
 
-    def graph_words(self, rows: int, max_blocks: int) -> int | None:
-        """Lengths, where each row's pages start, and the pages' numbers, which may fill up."""
-        return rows * (2 + max_blocks)
+    def graph_words(self, rows: int, max_blocks: int, queries: int = 1) -> int | None:
+        """What `GraphTriton.write` says; the pages' numbers may fill up."""
+        return rows * (HEADERS + max_blocks)
 
-    def graph_form(self, rows: int, words: Tensor) -> "GraphTriton":
+    def graph_form(self, rows: int, words: Tensor, queries: int = 1) -> "GraphTriton":
         """Decode over static words."""
-        return GraphTriton(self, rows, words)
+        return GraphTriton(self, rows, words, queries)
 
     def _tiles(self, rows: Words) -> Words:
         """[tiles, TILE_WORDS] of rows [n, TILE_WORDS - 1], the tiles with most keys first."""
@@ -203,19 +209,22 @@ class TritonAttention(AttentionBackend):
     def _decode(self, layer: Layer, rows: DecodeRows) -> None:
         """Compute the splits, then combine them; the second launch finds little to do at times."""
         spec, form = self.spec, self.decode_form
-        count, seen = len(rows.lengths), min(rows.longest, layer.window)
+        if rows.room > 1:
+            form = widened(form, spec, rows.room)
+        count, seen = len(rows.lengths), min(rows.longest, layer.window + rows.room - 1)
         max_count = min(form.max_splits, -(-seen // form.min_split))
-        splits = (count, spec.num_heads, max_count)
+        splits = (count * rows.room, spec.num_heads, max_count)
         device = layer.q.device
         partials = torch.empty(*splits, spec.head_dim, dtype=torch.float32, device=device)
         sums = torch.empty(*splits, 2, dtype=torch.float32, device=device)
-        tiles = spec.num_kv_heads * -(-self._cache["GROUP"] // form.heads)
+        tiles = spec.num_kv_heads * -(-self._cache["GROUP"] // form.packed)
         programs = max(1, min(max_count, form.programs // (tiles * count)))
         pointers: tuple[Tensor, ...]
         pointers = (layer.q, *layer.parts, layer.out, partials, sums, layer.sinks, self._slopes)
-        words = (rows.tokens, rows.offsets, rows.lengths, layer.tables)
+        words = (rows.tokens, rows.offsets, rows.lengths, rows.queries, layer.tables)
         sizes = {
             **self._scores,
+            "QUERIES": rows.room,
             "BLOCK_N": form.keys,
             "MIN_SPLIT": form.min_split,
             "MAX_SPLITS": form.max_splits,
@@ -223,17 +232,31 @@ class TritonAttention(AttentionBackend):
         }
         stride = layer.q.stride(0)
         self._launch_decode(
-            (stride, layer.has_sinks, layer.sinks.dtype, aligned(*pointers)),
+            (rows.room, stride, layer.has_sinks, layer.sinks.dtype, aligned(*pointers)),
             (tiles, count, programs),
             (*pointers, *words, layer.window, max_count, *layer.factors),
-            {**self._cache, **sizes, "Q_STRIDE": stride, "BLOCK_G": form.heads},
+            {
+                **self._cache,
+                **sizes,
+                "Q_STRIDE": stride,
+                "PACKED": form.packed,
+                "BLOCK_M": form.rows,
+            },
             self._options(form.warps, form.stages),
         )
         pointers = (layer.out, partials, sums, layer.sinks)
         self._launch_combine(
-            (layer.has_sinks, layer.sinks.dtype, aligned(*pointers)),
-            (spec.num_heads, count),
-            (*pointers, rows.tokens, rows.lengths, layer.window, max_count, layer.factors[2]),
+            (rows.room, layer.has_sinks, layer.sinks.dtype, aligned(*pointers)),
+            (spec.num_heads, count * rows.room),
+            (
+                *pointers,
+                rows.tokens,
+                rows.lengths,
+                rows.queries,
+                layer.window,
+                max_count,
+                layer.factors[2],
+            ),
             {**sizes, "HEADS": spec.num_heads, "CHUNK": min(COMBINED, form.max_splits)},
             self._options(4, 1),
         )
@@ -271,25 +294,30 @@ class TritonAttention(AttentionBackend):
 
 
 class GraphTriton(GraphAttention):
-    """Decode of a fixed number of rows; nothing is planned on the host."""
+    """A fixed number of rows, with room for as many tokens each; nothing is planned on the host."""
 
-    def __init__(self, backend: TritonAttention, rows: int, words: Tensor) -> None:
+    def __init__(self, backend: TritonAttention, rows: int, words: Tensor, room: int) -> None:
         """words: int32, laid out as `write` says."""
         self._rows = rows
         self._page_size = backend.spec.page_size
-        tokens = torch.arange(rows, dtype=torch.int32, device=words.device)
-        longest = (len(words) // rows - 2) * self._page_size
-        decode = DecodeRows(tokens, words[rows : 2 * rows], words[:rows], longest)
-        ones = (1,) * rows
-        self.step = TritonStep(backend, ones, ones, decode, None, words[2 * rows :])
+        tokens = torch.arange(rows, dtype=torch.int32, device=words.device) * room
+        longest = (len(words) // rows - HEADERS) * self._page_size
+        lengths, offsets, queries = words[: HEADERS * rows].view(HEADERS, rows)
+        decode = DecodeRows(tokens, offsets, lengths, longest, room, queries)
+        rooms = (room,) * rows
+        self.step = TritonStep(backend, rooms, rooms, decode, None, words[HEADERS * rows :])
 
-    def write(self, words: Words, key_lengths: Words, tables: Words) -> int:
-        """Lengths, where each row's pages start, then the pages' numbers, row after row."""
+    def write(
+        self, words: Words, key_lengths: Words, tables: Words, query_lengths: Words | None = None
+    ) -> int:
+        """Lengths, where each row's pages start, queries, then the pages' numbers, row by row."""
         rows, pages = self._rows, RowPages.of(key_lengths, self._page_size)
         words[:rows] = key_lengths
         words[rows : 2 * rows] = pages.indptr[:-1]
-        end = 2 * rows + pages.total
-        words[2 * rows : end] = tables[pages.within(tables.shape[1])]
+        words[2 * rows : 3 * rows] = 1 if query_lengths is None else query_lengths
+        start = HEADERS * rows
+        end = start + pages.total
+        words[start:end] = tables[pages.within(tables.shape[1])]
         return end
 
     def plan(self, buffer: int) -> None:

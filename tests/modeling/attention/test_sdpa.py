@@ -76,8 +76,8 @@ class Paged:
             self.cache.store(k, v, slots)
             self.rows.append((q, *self.cache.read(slots, self.dtype)))
 
-    def run(self, scale: float = 0.4, kind: type[AttentionBackend] = SdpaAttention) -> Tensor:
-        spec = AttentionSpec(
+    def spec(self, scale: float = 0.4) -> AttentionSpec:
+        return AttentionSpec(
             *self.heads,
             self.head_dim,
             scale,
@@ -89,7 +89,9 @@ class Paged:
             sinks=self.sinks is not None,
             alibi=self.alibi,
         )
-        backend = kind(spec)
+
+    def run(self, scale: float = 0.4, kind: type[AttentionBackend] = SdpaAttention) -> Tensor:
+        backend = kind(self.spec(scale))
         queries, keys = zip(*self.lengths, strict=True)
         step = backend.prepare(queries, keys, self.tables)
         assert step.max_key_length == max(keys)

@@ -133,3 +133,40 @@ def alone(paged: Paged, row: int, backend: AttentionBackend) -> Tensor:
     starts = torch.tensor([0, 1], dtype=torch.int32)
     q = paged.rows[row][0]
     return backend.forward(q, paged.cache, starts, table, step, paged.window)[0]
+
+
+@pytest.mark.parametrize(
+    ("window", "heads", "rule"),
+    [(None, (4, 2), {}), (40, (4, 1), {}), (7, (4, 2), RULES["all"])],
+)
+def test_captured_rows_of_several_tokens(
+    window: int | None, heads: tuple[int, int], rule: dict[str, Any], kind: type[AttentionBackend]
+) -> None:
+    """Rows that do not fill their room of tokens, and rows that no request owns, beside them."""
+    room, num_rows, max_blocks = 5, 4, 50
+    for lengths in ([(3, 300), (5, 256), (1, 33)], [(5, 5), (2, 700)]):
+        paged = Paged(lengths, 16, heads, 16, window=window, **rule)
+        backend = kind(paged.spec())
+        count = backend.graph_words(num_rows, max_blocks, room)
+        assert count is not None
+        words = torch.full((count,), 10**6, dtype=torch.int32)
+        captured = backend.graph_form(num_rows, words, room)
+        padding = [1] * (num_rows - len(lengths))
+        pairs = zip(*lengths, strict=True)
+        queries, keys = (np.array([*each, *padding], dtype=np.int32) for each in pairs)
+        tables = np.zeros((num_rows, paged.tables.shape[1]), dtype=np.int32)
+        tables[: len(lengths)] = paged.tables.numpy()
+        host = np.zeros(count, dtype=np.int32)
+        used = captured.write(host, keys, tables, queries)
+        words[:used].copy_(torch.from_numpy(host[:used]))
+        q = torch.zeros(num_rows, room, heads[0], 16)
+        for row, (own, _, _) in enumerate(paged.rows):
+            q[row, : len(own)] = own
+        starts = torch.arange(num_rows + 1, dtype=torch.int32) * room
+        found = backend.forward(
+            q.flatten(0, 1), paged.cache, starts, paged.tables, captured.step, window, paged.sinks
+        ).view_as(q)
+        expected = paged.run(kind=kind).split([n for n, _ in lengths])
+        for row, own in enumerate(expected):
+            assert torch.allclose(found[row, : len(own)], own, atol=1e-5), (lengths, row)
+            assert found[row].isfinite().all(), "those behind its queries see its keys alone"
