@@ -177,6 +177,10 @@ class SpeculationKind(StrEnum):
     PROMPT_LOOKUP = "prompt_lookup"
 
 
+DRAFT_LENGTHS = (2, 4, 8)
+"""Tokens of a draft for which steps are captured; a shorter draft takes the next longer one's."""
+
+
 class SpeculationConfig(Config):
     """Speculation.
 

@@ -84,6 +84,20 @@ def select_attention(wanted: AttentionKind, spec: AttentionSpec) -> AttentionCho
     raise ValueError("no attention backend fits: " + "; ".join(passed_over))
 
 
+def select_checking(backend: AttentionBackend) -> AttentionBackend | None:
+    """Return the attention of captured steps in which rows have several tokens; None: no such.
+
+    backend: that of other steps, which comes first. All read the same cache.
+    """
+    if backend.graph_words(1, 1, 2) is not None:
+        return backend
+    try:
+        own = _load(AttentionKind.TRITON)
+    except ValueError:
+        return None
+    return None if own.lacks(backend.spec) else own(backend.spec)
+
+
 def _order(spec: AttentionSpec) -> list[AttentionKind]:
     """The backends, best first for this model."""
     if spec.softcap is None and spec.head_dim <= _COMPILED_DIM:

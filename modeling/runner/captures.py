@@ -1,17 +1,27 @@
 """Which steps a runner captures at start, and the memory that they will take."""
 
 import gc
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 
-from configs.engine import CudaGraphs, LimitsConfig
+from configs.engine import (
+    DRAFT_LENGTHS,
+    CudaGraphs,
+    EngineConfig,
+    LimitsConfig,
+    SpeculationConfig,
+)
+from modeling.attention.base import AttentionBackend
 from modeling.runner.cuda_graphs import (
     DecodeGraphs,
     Forward,
     GraphParts,
     GraphRecorder,
+    StepOutputs,
     graph_sizes,
 )
 from modeling.runner.memory import GRAPH_BYTES, PIECE_BYTES
@@ -23,6 +33,9 @@ from modeling.runner.piecewise import (
 )
 from sharding.progress import counted
 
+MOST_CHECKED = 320
+"""Tokens of a captured step that checks drafts, at most."""
+
 
 @dataclass(frozen=True)
 class GraphSizes:
@@ -30,10 +43,12 @@ class GraphSizes:
 
     decode: rows of decode steps.
     mixed: tokens of mixed steps.
+    checked: of steps that check drafts, (tokens of a row, rows) for each length.
     """
 
     decode: tuple[int, ...] = ()
     mixed: tuple[int, ...] = ()
+    checked: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
     def __bool__(self) -> bool:
         """Whether anything is captured."""
@@ -42,29 +57,42 @@ class GraphSizes:
     @property
     def largest(self) -> "GraphSizes":
         """The largest of each alone."""
-        return GraphSizes(self.decode[-1:], self.mixed[-1:])
+        checked = [(queries, rows[-1:]) for queries, rows in self.checked]
+        most = sorted(checked, key=lambda each: each[0] * each[1][0])[-1:]
+        return GraphSizes(self.decode[-1:], self.mixed[-1:], tuple(most))
 
     def others_bytes(self, num_layers: int) -> int:
         """Device bytes of all but the largest, for base rows alone or for rows with adapters."""
         pieces = (num_layers + 1) * max(0, len(self.mixed) - 1)
-        return max(0, len(self.decode) - 1) * GRAPH_BYTES + pieces * PIECE_BYTES
+        checked = sum(len(rows) for _, rows in self.checked)
+        graphs = max(0, len(self.decode) - 1) + max(0, checked - 1)
+        return graphs * GRAPH_BYTES + pieces * PIECE_BYTES
 
 
 class StepGraphs(NamedTuple):
-    """A runner's captured steps; None where there are none."""
+    """A runner's captured steps; None where there are none.
+
+    checked: those that check drafts, by tokens of a row, ascending.
+    """
 
     decode: DecodeGraphs | None
     mixed: PiecewiseGraphs | None
+    checked: tuple[DecodeGraphs, ...] = ()
+
+    @property
+    def all(self) -> tuple[DecodeGraphs | PiecewiseGraphs, ...]:
+        """Those that there are, in the order in which they are recorded."""
+        return tuple(filter(None, (self.decode, *self.checked, self.mixed)))
 
     @property
     def num_unrecorded(self) -> int:
         """How many sizes are not recorded yet: their steps are launched kernel by kernel."""
-        return sum(len(graphs.unrecorded) for graphs in (self.decode, self.mixed) if graphs)
+        return sum(len(graphs.unrecorded) for graphs in self.all)
 
     def record_next(self) -> None:
         """Record one more size; all ranks call it between the same steps."""
-        for graphs in (self.decode, self.mixed):
-            if graphs is not None and graphs.unrecorded:
+        for graphs in self.all:
+            if graphs.unrecorded:
                 graphs.record_next()
                 return
 
@@ -76,34 +104,66 @@ class StepGraphs(NamedTuple):
 
     def forget_unrecorded(self) -> None:
         """Leave what is not recorded as it is."""
-        for graphs in (self.decode, self.mixed):
-            if graphs is not None:
-                graphs.unrecorded.clear()
+        for graphs in self.all:
+            graphs.unrecorded.clear()
 
 
-def graph_sizes_of(choice: CudaGraphs, limits: LimitsConfig, has_form: bool) -> GraphSizes:
-    """Return the sizes that `choice` means; has_form: whether the attention can be captured."""
+def graph_sizes_of(config: EngineConfig, has_form: bool, checks: bool) -> GraphSizes:
+    """Return the sizes that `config.cuda_graphs` means.
+
+    has_form, checks: whether the attention of decode steps, and of drafts, can be captured.
+    """
+    choice, limits = config.cuda_graphs, config.limits
     decode: tuple[int, ...] = ()
     mixed: tuple[int, ...] = ()
+    checked: tuple[tuple[int, tuple[int, ...]], ...] = ()
     if choice is not CudaGraphs.NONE and has_form:
         decode = graph_sizes(limits.max_running)
+        checked = checked_sizes(limits, config.speculation) if checks else ()
     if choice is CudaGraphs.ALL:
         mixed = piecewise_sizes(limits.max_step_tokens)
-    return GraphSizes(decode, mixed)
+    return GraphSizes(decode, mixed, checked)
+
+
+def checked_sizes(
+    limits: LimitsConfig, speculation: SpeculationConfig
+) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """Return the sizes of steps that check drafts, (tokens of a row, rows) for each length."""
+    lengths = [
+        length
+        for shorter, length in pairwise((0, *DRAFT_LENGTHS))
+        if shorter < speculation.most_tokens
+    ]
+    tokens = min(limits.max_step_tokens, MOST_CHECKED)
+    running = min(limits.max_running, speculation.max_running)
+    rows = [(1 + length, min(running, tokens // (1 + length))) for length in lengths]
+    return tuple((queries, graph_sizes(most)) for queries, most in rows if most)
 
 
 def capture(
-    parts: GraphParts, sizes: GraphSizes, device: torch.device, hidden: Forward
+    parts: GraphParts,
+    sizes: GraphSizes,
+    device: torch.device,
+    hidden: Forward,
+    checking: Sequence[AttentionBackend] = (),
 ) -> StepGraphs:
     """Prepare steps of these sizes to be recorded.
 
-    hidden: as `parts.forward`, to hidden states of all tokens.
+    hidden: as `parts.forward`, to hidden states of all tokens. checking: the attention of steps
+    that check drafts.
     """
     decode = mixed = None
+    checked: list[DecodeGraphs] = []
     if sizes.decode:
-        decode = DecodeGraphs(parts, sizes.decode, device, GraphRecorder(device))
+        record = GraphRecorder(device)
+        most = max(queries * rows[-1] for queries, rows in ((1, sizes.decode), *sizes.checked))
+        outputs = StepOutputs.of(parts, most, device)
+        decode = DecodeGraphs(parts, sizes.decode, device, record, outputs)
+        for queries, rows in sizes.checked:
+            own = replace(parts, backends=checking, queries=queries)
+            checked.append(DecodeGraphs(own, rows, device, record, outputs))
     if sizes.mixed:
         slots = [tables.dummy_slot(parts.dummy_block) for tables in parts.state.tables]
         piecewise = PiecewiseParts(hidden, parts.backends, slots, parts.adapters)
         mixed = PiecewiseGraphs(piecewise, sizes.mixed, device, PieceRecorder(device))
-    return StepGraphs(decode, mixed)
+    return StepGraphs(decode, mixed, tuple(checked))

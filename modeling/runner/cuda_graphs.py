@@ -1,15 +1,16 @@
 """Captured decode steps: one CUDA graph for each of a dozen batch sizes, base and with adapters.
 
-A graph replays the same launches at the same addresses, so all that varies is in static buffers:
+Steps that check drafts are captured alike: each row has room for as many tokens. A graph replays the same launches at the same addresses, so all that varies is in static buffers:
 one packed transfer brings a step's tables, the attention's plan and the adapters' tiles follow,
-then the replay. A step of fewer rows than the graph's is filled up with padding rows of one key.
-These read and write the dummy block, which no request owns, and their tokens go to the token
-buffer's dummy token.
+then the replay. A step of fewer rows than the graph's is filled up with padding rows of one key,
+and a row with room for more tokens with padding tokens. These read and write the dummy block, which
+no request owns, and their samples go to the token buffer's dummy token.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -33,8 +34,8 @@ WARM_UPS = 2
 
 INT64_BYTES, INT32_BYTES = 8, 4
 
-COLUMNS = 3
-"""Of a step: where its ids are, positions, targets. The slots of each KV group follow."""
+COLUMNS = 4
+"""Of a step: where its ids are, positions, targets, sampling tokens. Each group's slots follow."""
 
 Forward = Callable[[StepTensors, StepPlans, AdapterData | None], Tensor]
 """From a step's tensors, planned attention and adapters to logits [sampling rows, vocab]."""
@@ -65,6 +66,7 @@ class GraphParts:
     dummy_block: a cache block that no request owns.
     vocab_size, dtype: of the logits.
     adapters: None where steps with adapters are not captured.
+    queries: tokens that each row has room for; more than 1 in steps that check drafts.
     """
 
     forward: Forward
@@ -74,15 +76,16 @@ class GraphParts:
     vocab_size: int
     dtype: torch.dtype
     adapters: AdapterStepPlan | None
+    queries: int = 1
 
 
 @dataclass(frozen=True)
 class GraphOutput:
-    """What a replay computed; the next replay overwrites it. Padding rows are cut off.
+    """What a replay computed; the next replay overwrites it. Padding is cut off.
 
-    tokens: int64 [n], each row's greedy token, in the token buffer already.
-    logits: [n, vocab].
-    targets: int64 [n], as in StepLayout.
+    tokens: int64 [s], each sample's greedy token, in the token buffer already.
+    logits: [s, vocab].
+    targets: int64 [s], as in StepLayout.
     """
 
     tokens: Tensor
@@ -94,11 +97,12 @@ class GraphOutput:
 class PaddedGroup:
     """One KV group's part of a step of one size.
 
-    tables: of the group. slots: int64 [size], a view of the static buffer. words_at, words_end:
-    where the attention's words are in the static buffer, in bytes.
+    tables: of the group. rows: of the size. slots: int64 [tokens], a view of the static buffer.
+    words_at, words_end: where the attention's words are in the static buffer, in bytes.
     """
 
     tables: BlockTables
+    rows: int
     slots: Tensor
     attention: GraphAttention
     words_at: int
@@ -106,46 +110,61 @@ class PaddedGroup:
 
     def fill(self, host: npt.NDArray[np.uint8], layout: GroupLayout, dummy_block: int) -> int:
         """Write the attention's words, padded; returns where those that count end."""
-        rows, size = len(layout.key_lengths), len(self.slots)
-        key_lengths = np.ones(size, dtype=np.int32)
+        rows, size = len(layout.key_lengths), self.rows
+        key_lengths, query_lengths = np.ones((2, size), dtype=np.int32)
         key_lengths[:rows] = layout.key_lengths
+        query_lengths[:rows] = np.diff(layout.bounds)
         width = max(1, layout.tables.shape[1])
         dummy_page = dummy_block * self.tables.stride
         tables = np.full((size, width), dummy_page, dtype=np.int32)
         tables[:rows, : layout.tables.shape[1]] = layout.tables
         words = host[self.words_at : self.words_end].view(np.int32)
-        return self.words_at + self.attention.write(words, key_lengths, tables) * INT32_BYTES
+        used = self.attention.write(words, key_lengths, tables, query_lengths)
+        return self.words_at + used * INT32_BYTES
 
 
 class PaddedStep:
     """One size's part of the static buffer: how a layout is written there, and the views of it."""
 
     def __init__(self, parts: GraphParts, size: int, static: Tensor) -> None:
-        """static: uint8 on the device, at least `step_bytes` of them."""
+        """size: rows. static: uint8 on the device, at least `step_bytes` of them."""
         self.size = size
+        self.tokens = size * parts.queries
+        self._queries = parts.queries
         self._dummy_block = parts.dummy_block
         tables = parts.state.tables
-        # The padding rows' values in the columns: ids_at, positions, targets, each group's slots.
+        # What padding has in the columns.
         dummy = parts.state.dummy_token
         own = [each.dummy_slot(parts.dummy_block) for each in tables]
-        self._padding = (dummy, 0, dummy, *own)
+        self._padding = (dummy, 0, dummy, 0, *own)
         columns = [static[a:b].view(torch.int64) for a, b in self._columns()]
-        self.ids_at, self.positions, self.targets, *slots = columns
+        self.ids_at, self.positions, self.targets, self.last_tokens, *slots = columns
         self.groups = _padded_groups(parts, size, static, slots)
         device = static.device
-        self.cu_seqlens = torch.arange(size + 1, dtype=torch.int32, device=device)
-        self.last_tokens = torch.arange(size, device=device)
+        rows = torch.arange(size + 1, dtype=torch.int32, device=device)
+        self.cu_seqlens = rows * parts.queries
         self.block_tables = torch.zeros(size, 0, dtype=torch.int32, device=device)
 
     def fill(self, host: npt.NDArray[np.uint8], layout: StepLayout) -> int:
-        """Write a decode step, padded; returns how many bytes must reach the device."""
-        rows = layout.num_rows
-        slots = (group.slots for group in layout.groups)
-        values = (layout.ids_at, layout.positions, layout.targets, *slots)
-        for (start, stop), own, padding in zip(self._columns(), values, self._padding, strict=True):
-            column = host[start:stop].view(np.int64)
-            column[:rows] = own
-            column[rows:] = padding
+        """Write a step, padded; returns how many bytes must reach the device."""
+        rows, count, samples = layout.num_rows, len(layout.positions), len(layout.targets)
+        # Rows begin at multiples of their room; samples stay as they are.
+        shifts = np.arange(rows) * self._queries - layout.bounds[:rows]
+        at = np.arange(count) + np.repeat(shifts, np.diff(layout.bounds))
+        sampled = np.arange(samples)
+        columns = (
+            (at, layout.ids_at),
+            (at, layout.positions),
+            (sampled, layout.targets),
+            (sampled, at[layout.last_tokens]),
+            *((at, group.slots) for group in layout.groups),
+        )
+        for bounds, (own_at, own), padding in zip(
+            self._columns(), columns, self._padding, strict=True
+        ):
+            column = host[slice(*bounds)].view(np.int64)
+            column[:] = padding
+            column[own_at] = own
         filled = zip(self.groups, layout.groups, strict=True)
         return max(group.fill(host, own, self._dummy_block) for group, own in filled)
 
@@ -167,9 +186,9 @@ class PaddedStep:
 
     def _columns(self) -> list[tuple[int, int]]:
         """The int64 columns' bounds, in bytes."""
-        stride = aligned(self.size * INT64_BYTES)
+        stride = aligned(self.tokens * INT64_BYTES)
         starts = (index * stride for index in range(len(self._padding)))
-        return [(start, start + self.size * INT64_BYTES) for start in starts]
+        return [(start, start + self.tokens * INT64_BYTES) for start in starts]
 
 
 def _padded_groups(
@@ -177,12 +196,12 @@ def _padded_groups(
 ) -> tuple[PaddedGroup, ...]:
     """The groups' words behind the columns; the first group's last, for they may be the most."""
     made = []
-    at = (COLUMNS + len(slots)) * aligned(size * INT64_BYTES)
+    at = (COLUMNS + len(slots)) * aligned(size * parts.queries * INT64_BYTES)
     sized = zip(parts.backends, parts.state.tables, slots, _words(parts, size), strict=True)
     for backend, tables, own, words in reversed(list(sized)):
         end = at + words * INT32_BYTES
-        attention = backend.graph_form(size, static[at:end].view(torch.int32))
-        made.append(PaddedGroup(tables, own, attention, at, end))
+        attention = backend.graph_form(size, static[at:end].view(torch.int32), parts.queries)
+        made.append(PaddedGroup(tables, size, own, attention, at, end))
         at += aligned(words * INT32_BYTES)
     return tuple(reversed(made))
 
@@ -190,14 +209,15 @@ def _padded_groups(
 def step_bytes(parts: GraphParts, size: int) -> int:
     """Bytes of static buffer that steps of one size take."""
     words = [aligned(count * INT32_BYTES) for count in _words(parts, size)]
-    return (COLUMNS + len(words)) * aligned(size * INT64_BYTES) + sum(words)
+    columns = COLUMNS + len(words)
+    return columns * aligned(size * parts.queries * INT64_BYTES) + sum(words)
 
 
 def _words(parts: GraphParts, size: int) -> list[int]:
     """How many words each group's attention reads."""
     found = []
     for backend, tables in zip(parts.backends, parts.state.tables, strict=True):
-        words = backend.graph_words(size, tables.max_pages)
+        words = backend.graph_words(size, tables.max_pages, parts.queries)
         assert words is not None, backend.name
         found.append(words)
     return found
@@ -228,21 +248,41 @@ class GraphRecorder:
         return graph.replay
 
 
+class StepOutputs(NamedTuple):
+    """Where graphs write: outputs of their own could not share memory with those of others.
+
+    logits: [samples, vocab]. tokens: int64 [samples].
+    """
+
+    logits: Tensor
+    tokens: Tensor
+
+    @classmethod
+    def of(cls, parts: GraphParts, samples: int, device: torch.device) -> "StepOutputs":
+        """Allocate for so many samples."""
+        logits = torch.empty(samples, parts.vocab_size, dtype=parts.dtype, device=device)
+        return cls(logits, torch.zeros(samples, dtype=torch.int64, device=device))
+
+
 class DecodeGraphs:
-    """All captured steps of one runner, by size, for base rows alone and with adapters."""
+    """A runner's captured steps with so much room a row, for base rows alone and with adapters."""
 
     def __init__(
-        self, parts: GraphParts, sizes: Sequence[int], device: torch.device, record: Record
+        self,
+        parts: GraphParts,
+        sizes: Sequence[int],
+        device: torch.device,
+        record: Record,
+        outputs: "StepOutputs | None" = None,
     ) -> None:
-        """sizes: of rows. `record_next` records one after the other."""
+        """sizes: of rows. `record_next` records one after the other. outputs: None for its own."""
         self.sizes = tuple(sorted(sizes))
-        largest = self.sizes[-1]
+        self.queries = parts.queries
+        most = self.sizes[-1] * parts.queries
         self._parts = parts
         self._fused = fused_ops(device)
         self._staging = TransferBuffer(max(step_bytes(parts, size) for size in self.sizes), device)
-        # All graphs write here: outputs of their own could not share memory with other graphs.
-        self._logits = torch.empty(largest, parts.vocab_size, dtype=parts.dtype, device=device)
-        self._tokens = torch.zeros(largest, dtype=torch.int64, device=device)
+        self._logits, self._tokens = outputs or StepOutputs.of(parts, most, device)
         self._record = record
         self._steps: dict[int, PaddedStep] = {}
         self._replays: dict[tuple[int, bool], Callable[[], None]] = {}
@@ -258,7 +298,7 @@ class DecodeGraphs:
             self._copy_inputs(step, StepLayout.empty(len(parts.backends)), with_adapters)
             # Without tiles there are the base products of few rows alone.
             tiles = None if with_adapters else 0
-            adapters = parts.adapters.batch(size, tiles) if parts.adapters else None
+            adapters = parts.adapters.batch(step.tokens, tiles) if parts.adapters else None
             compute = partial(self._compute, step, adapters)
             self._replays[size, with_adapters] = self._record(compute)
         self._steps[size] = step
@@ -270,12 +310,18 @@ class DecodeGraphs:
         # Padding rows cost little: until its own size is recorded, a step takes a larger one.
         size = size_for(self._recorded, rows)
         with_adapters = max(layout.adapter_slots) >= 0
-        if size is None or not layout.decodes or (size, with_adapters) not in self._replays:
+        if size is None or (size, with_adapters) not in self._replays or not self._has_form(layout):
             return None
-        step = self._steps[size]
+        step, samples = self._steps[size], len(layout.targets)
         self._copy_inputs(step, layout, with_adapters)
         self._replays[size, with_adapters]()
-        return GraphOutput(self._tokens[:rows], self._logits[:rows], step.targets[:rows])
+        return GraphOutput(self._tokens[:samples], self._logits[:samples], step.targets[:samples])
+
+    def _has_form(self, layout: StepLayout) -> bool:
+        """Whether each token samples, and each row fits into its room, in one piece."""
+        rows = layout.num_rows
+        pieces = (len(layout.adapter_slots), *(len(each.key_lengths) for each in layout.groups))
+        return 1 <= layout.most_queries <= self.queries and set(pieces) == {rows}
 
     def _copy_inputs(self, step: PaddedStep, layout: StepLayout, with_adapters: bool) -> None:
         """Queue all that the step's graph reads, on the current stream."""
@@ -288,13 +334,13 @@ class DecodeGraphs:
         self._staging.sent()
         if with_adapters and self._parts.adapters is not None:
             padding = [-1] * (step.size - layout.num_rows)
-            self._parts.adapters.update(layout.adapter_slots + padding, [1] * step.size)
+            self._parts.adapters.update(layout.adapter_slots + padding, [self.queries] * step.size)
 
     def _compute(self, step: PaddedStep, adapters: AdapterData | None) -> None:
         """Compute what a graph captures: from the token buffer back to the token buffer."""
         state = self._parts.state
         logits = self._parts.forward(step.tensors(state.tokens), step.plans(), adapters)
         tokens = self._fused.best(logits) if self._fused else logits.argmax(dim=-1)
-        self._logits[: step.size].copy_(logits)
-        self._tokens[: step.size].copy_(tokens)
+        self._logits[: step.tokens].copy_(logits)
+        self._tokens[: step.tokens].copy_(tokens)
         state.write(step.targets, tokens)

@@ -63,9 +63,11 @@ class StepLayout:
         return max(0, len(self.bounds) - 1)
 
     @property
-    def decodes(self) -> bool:
-        """Whether every row computes one token and samples the next."""
-        return len(self.positions) == self.num_rows == len(self.targets)
+    def most_queries(self) -> int:
+        """Tokens of the longest row, if each token of the step samples the next one; else 0."""
+        if len(self.positions) != len(self.targets):
+            return 0
+        return int(np.diff(self.bounds).max(initial=0))
 
     @classmethod
     def empty(cls, num_groups: int = 1) -> "StepLayout":

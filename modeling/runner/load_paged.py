@@ -15,8 +15,10 @@ from modeling.adapters.linear import base_linears
 from modeling.adapters.norms import AdaptedNorms
 from modeling.adapters.projection import WHOLE_KINDS, ProjectionKind
 from modeling.adapters.score import ScoreHeads
+from modeling.attention.base import AttentionBackend
 from modeling.attention.clamping import ClampWatch
 from modeling.attention.kv_layout import allocate_blocks
+from modeling.attention.select import select_checking
 from modeling.models.base import PagedModel
 from modeling.runner.block_tables import BatchSize
 from modeling.runner.cache import choose_cache
@@ -213,7 +215,12 @@ class LoadedPaged(LoadedRunner):
             backend.graph_words(1, group.blocks(1)) is not None
             for backend, group in zip(self.parts.backends, groups, strict=True)
         )
-        return graph_sizes_of(config.cuda_graphs, config.limits, has_form)
+        return graph_sizes_of(config, has_form, bool(self._checking()))
+
+    def _checking(self) -> tuple[AttentionBackend, ...]:
+        """Return the attention of captured steps that check drafts; () where one has none."""
+        found = tuple(map(select_checking, self.parts.backends))
+        return tuple(each for each in found if each) if all(found) else ()
 
     def _graph_bytes(self) -> int:
         """Return what captured steps will take: the largest is tried, the others share with it."""
@@ -241,7 +248,8 @@ class LoadedPaged(LoadedRunner):
             dtype=model.dtype,
             adapters=self.parts.adapter_plan,
         )
-        return capture(parts, sizes, self.parts.device, buffers.forward.hidden)
+        checking = self._checking() if sizes.checked else ()
+        return capture(parts, sizes, self.parts.device, buffers.forward.hidden, checking)
 
     def _warm_up(self, runner: ModelRunner, dummy_block: int) -> None:
         """Run steps for every kernel, all of them in the dummy block."""

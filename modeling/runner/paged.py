@@ -103,7 +103,7 @@ class ModelRunner(BaseRunner):
         self._clamp_watch = buffers.clamp_watch
         self._clock = buffers.clock
         self._graphs = graphs
-        self._decode_graphs, self._piecewise_graphs = graphs
+        self._decode_graphs, self._piecewise_graphs, self._checked_graphs = graphs
         self.num_steps = 0
         self.num_captured = 0
 
@@ -148,11 +148,13 @@ class ModelRunner(BaseRunner):
                 self._graphs.forget_unrecorded()
 
     def _replay(self, layout: StepLayout) -> SampledStep | None:
-        """Run a captured decode step; None when none serves this step."""
+        """Run a captured step of rows that sample at each token; None when none serves it."""
         if self._decode_graphs is None or self._replaces(layout.adapter_slots):
             return None
-        output = self._decode_graphs.run(layout)
-        if output is None:
+        # With the least room first.
+        graphs = (self._decode_graphs, *self._checked_graphs)
+        found = (output for each in graphs if (output := each.run(layout)) is not None)
+        if (output := next(found, None)) is None:
             return None
         self.num_captured += 1
         params = self._sampling(layout)

@@ -1,7 +1,8 @@
 """Captured steps: how they are padded, and that replays change nothing, on any machine."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -88,17 +89,21 @@ class PlainStep(AttentionStep):
 
 
 class PlainWords(GraphAttention):
-    """Key lengths, then whole tables."""
+    """Key lengths, query lengths, then whole tables."""
 
-    def __init__(self, backend: SdpaAttention, rows: int, words: Tensor) -> None:
-        self.step = PlainStep(backend, (1,) * rows, (1,) * rows, words)
+    def __init__(self, backend: SdpaAttention, rows: int, words: Tensor, room: int) -> None:
+        self.step = PlainStep(backend, (room,) * rows, (room,) * rows, words)
         self.words = words
         self.rows = rows
 
-    def write(self, words: Words, key_lengths: Words, tables: Words) -> int:
+    def write(
+        self, words: Words, key_lengths: Words, tables: Words, query_lengths: Words | None = None
+    ) -> int:
+        assert query_lengths is not None
         words[: self.rows] = key_lengths
-        room = words[self.rows :].reshape(self.rows, -1)
-        room[:, : tables.shape[1]] = tables
+        words[self.rows : 2 * self.rows] = query_lengths
+        pages = words[2 * self.rows :].reshape(self.rows, -1)
+        pages[:, : tables.shape[1]] = tables
         return len(words)
 
     def plan(self, turn: int) -> None:
@@ -108,11 +113,11 @@ class PlainWords(GraphAttention):
 class CapturedSdpa(SdpaAttention):
     """SDPA that reads a step's lengths and tables when it computes, as a graph would."""
 
-    def graph_words(self, rows: int, max_blocks: int) -> int | None:
-        return rows * (1 + max_blocks)
+    def graph_words(self, rows: int, max_blocks: int, queries: int = 1) -> int | None:
+        return rows * (2 + max_blocks)
 
-    def graph_form(self, rows: int, words: Tensor) -> PlainWords:
-        return PlainWords(self, rows, words)
+    def graph_form(self, rows: int, words: Tensor, queries: int = 1) -> PlainWords:
+        return PlainWords(self, rows, words, queries)
 
     def forward(
         self,
@@ -124,11 +129,18 @@ class CapturedSdpa(SdpaAttention):
         window: int | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        if isinstance(step, PlainStep):
-            rows = len(step.query_lengths)
-            block_tables = step.words[rows:].view(rows, -1)
-            step = self.prepare(step.query_lengths, step.words[:rows].tolist(), block_tables)
-        return super().forward(q, cache, cu_seqlen, block_tables, step, window, sinks)
+        if not isinstance(step, PlainStep):
+            return super().forward(q, cache, cu_seqlen, block_tables, step, window, sinks)
+        rows, room = len(step.query_lengths), step.query_lengths[0]
+        assert cu_seqlen.tolist() == [row * room for row in range(rows + 1)]
+        keys, queries = step.words[: 2 * rows].view(2, rows).tolist()
+        tables = step.words[2 * rows :].view(rows, -1)
+        own = [row * room + at for row, count in enumerate(queries) for at in range(count)]
+        starts = torch.tensor([0, *accumulate(queries)], dtype=torch.int32)
+        found = self.prepare(queries, keys, tables)
+        out = torch.zeros_like(q)
+        out[own] = super().forward(q[own], cache, starts, tables, found, window, sinks)
+        return out
 
 
 class LateAdapters:
@@ -230,7 +242,7 @@ def test_rows_beyond_the_step_use_what_nobody_owns() -> None:
     assert step.targets.tolist() == [3 * width + 17, width + 8, 4 * width, 4 * width]
     assert isinstance(attention, PlainWords)
     assert attention.words[:4].tolist() == [17, 8, 1, 1]
-    tables = attention.words[4:].view(4, -1)
+    tables = attention.words[8:].view(4, -1)
     assert tables[:, :3].tolist() == [[2, 5, 6], [4, 0, 0], [77] * 3, [77] * 3]
     assert used <= len(static)
     assert step.cu_seqlens.tolist() == [0, 1, 2, 3, 4]
@@ -240,6 +252,32 @@ def test_rows_beyond_the_step_use_what_nobody_owns() -> None:
     assert step.groups[0].slots.tolist() == [77 * 8] * 4
     assert attention.words[:4].tolist() == [1] * 4
     assert tables[:, 0].tolist() == [77] * 4
+
+
+def test_rows_with_drafts_are_padded_to_their_room() -> None:
+    parts = replace(make_parts(), queries=3)
+    state = parts.state
+    for place in (3, 1):
+        state.join([RequestJoin(place, [9] * 17, 17, -1, Sampling())])
+    state.layout([StepRow(3, 0, 16, [2, 5], False), StepRow(1, 0, 7, [4], False)])
+    rows = [StepRow(3, 16, 2, [6], True, drafts=(5,)), StepRow(1, 7, 1, [], True)]
+    layout = state.layout(rows)
+    assert layout.most_queries == 2
+    static = torch.zeros(step_bytes(parts, 3), dtype=torch.uint8)
+    step = PaddedStep(parts, 3, static)
+    fill(step, static, layout)
+    # Rows of one token come first, samples stay in the plan's order.
+    width, no_id, no_slot = 41, 4 * 41, 77 * 8
+    own = [width + 7, no_id, no_id, 3 * width + 16, 3 * width + 17, no_id]
+    assert step.ids_at.tolist() == own + [no_id] * 3
+    assert step.positions.tolist() == [7, 0, 0, 16, 17, 0, 0, 0, 0]
+    assert step.groups[0].slots.tolist() == [39, no_slot, no_slot, 48, 49] + [no_slot] * 4
+    assert step.last_tokens.tolist() == [3, 4, 0] + [0] * 6
+    assert step.targets.tolist() == [3 * width + 17, 3 * width + 18, width + 8] + [no_id] * 6
+    attention = step.groups[0].attention
+    assert isinstance(attention, PlainWords)
+    assert attention.words[:6].tolist() == [8, 18, 1, 1, 2, 1]
+    assert step.cu_seqlens.tolist() == [0, 3, 6, 9]
 
 
 def test_samples_of_padding_rows_reach_no_place() -> None:
@@ -267,10 +305,12 @@ def requests(slots: Sequence[int], **fields: Any) -> list[Asked]:
     ]
 
 
-def capture_on_cpu(runner: ModelRunner, sizes: int | None = None) -> DecodeGraphs:
+def capture_on_cpu(
+    runner: ModelRunner, sizes: int | None = None, queries: int = 1
+) -> DecodeGraphs:
     """Let a CPU runner replay its decode steps, each replay being the computation itself.
 
-    sizes: how many are recorded; None for all.
+    sizes: how many are recorded; None for all. queries: tokens that each row has room for.
     """
     page = runner.report.num_blocks
     runner._forward.cache[:] = allocate_blocks(runner._parts.cache, page + 1, CPU)
@@ -283,6 +323,7 @@ def capture_on_cpu(runner: ModelRunner, sizes: int | None = None) -> DecodeGraph
         vocab_size=model.vocab_size,
         dtype=model.dtype,
         adapters=LateAdapters(runner._bank),
+        queries=queries,
     )
     with torch.inference_mode():
         graphs = DecodeGraphs(parts, graph_sizes(8), CPU, lambda compute: compute)

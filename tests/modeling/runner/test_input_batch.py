@@ -80,7 +80,7 @@ def test_rows_of_one_token_come_first_and_samples_keep_the_plans_order() -> None
         StepRow(3, 2, 1, [], True),
     ]
     layout = state.layout(rows)
-    assert not layout.decodes
+    assert layout.most_queries == 0
     inputs = state.inputs(layout)
     assert inputs.adapter_lengths == [1, 1, 8, 5]
     assert inputs.group_lengths[0][1] == [4, 3, 8, 5]
@@ -95,15 +95,14 @@ def test_rows_of_one_token_come_first_and_samples_keep_the_plans_order() -> None
     state.write(inputs.targets, torch.tensor([70, 71, 72]))
     rows = [StepRow(1, 4, 1, [], True), StepRow(2, 8, 1, [4], True), StepRow(3, 3, 1, [], True)]
     layout = state.layout(rows)
-    assert layout.decodes
+    assert layout.most_queries == 1
     assert state.inputs(layout).input_ids.tolist() == [71, 70, 72]
 
 
 def test_a_step_in_which_a_row_does_not_sample_is_no_decode_step() -> None:
     state = make_state(join(0, 6), join(1, 4))
     rows = [StepRow(0, 0, 1, [0], False), StepRow(1, 0, 1, [1], True)]
-    assert not state.layout(rows).decodes
-    assert StepLayout.empty().decodes
+    assert state.layout(rows).most_queries == 0
 
 
 def test_blocks_come_as_they_are_needed() -> None:
