@@ -22,7 +22,16 @@ import torch
 from torch import nn
 
 from benchmarks.workload import SHAPES, write_model
-from configs.engine import AttentionKind, CacheConfig, Device, EngineConfig, LimitsConfig
+from configs.engine import (
+    AttentionKind,
+    CacheConfig,
+    CudaGraphs,
+    Device,
+    EngineConfig,
+    LimitsConfig,
+    SpeculationConfig,
+    SpeculationKind,
+)
 from configs.model import LoadFormat, ModelConfig
 from configs.wire.plan import StepPlan
 from configs.wire.sampling import Sampling, Stopping
@@ -40,6 +49,9 @@ from sharding.group import SingleRank
 
 PROMPT = 512
 """Tokens of each prompt."""
+
+PROMPTS_AT_ONCE = 16
+"""Prompts of one step, so that most of an answer comes when all have begun."""
 
 
 class GuessingDrafter(Drafter):
@@ -100,12 +112,17 @@ def make_runner(folder: Path, options: argparse.Namespace) -> ModelRunner:
     """Return a runner with a head of zeros."""
     write_model(folder, options.shape, layers=options.layers)
     rows = max(options.rows)
-    total = PROMPT + options.tokens
+    total, step = PROMPT + options.tokens, min(rows, PROMPTS_AT_ONCE) * PROMPT
     config = EngineConfig(
         model=ModelConfig(id=str(folder), load_format=LoadFormat.DUMMY),
         device=Device(options.device),
         attention=AttentionKind(options.attention),
-        limits=LimitsConfig(max_running=rows, max_step_tokens=PROMPT, max_total_tokens=total),
+        # Prompts are not timed.
+        cuda_graphs=CudaGraphs.DECODE,
+        limits=LimitsConfig(max_running=rows, max_step_tokens=step, max_total_tokens=total),
+        speculation=SpeculationConfig(
+            kind=SpeculationKind.PROMPT_LOOKUP, max_tokens=options.drafts, max_running=rows
+        ),
         cache=CacheConfig(num_blocks=rows * (total // 16 + 2), prefix_caching=False),
     )
     loading = load_paged(config, SingleRank(), pick_device(config.device))
@@ -121,7 +138,8 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
     """Print each case's tokens a second with drafts and without: medians over turns."""
     runner = make_runner(folder, options)
     most = max(options.rows)
-    limits = Limits(max_step_tokens=PROMPT, max_running=most, prefix_caching=False)
+    step = min(most, PROMPTS_AT_ONCE) * PROMPT
+    limits = Limits(max_step_tokens=step, max_running=most, prefix_caching=False)
     drafting = replace(limits, max_draft_tokens=options.drafts, max_drafting=most)
     for rows in options.rows:
         for right in options.right:

@@ -17,23 +17,20 @@ WINDOW = 16384
 MOST_LOOKS = 8
 """Occurrences that one search looks at, of which some may begin within a token's bytes."""
 
-FIRST_MEAN = 2.0
-"""Accepted tokens that are expected of a request's first draft."""
+FIRST, AGAIN = (0.75, 0.5), (0.5, 0.75)
+"""Right and wrong tokens that count as seen before a request's first draft, and after a rest."""
 
-SHORTEST = 2
-"""Tokens of a draft where little is expected."""
+MOST_CHANCE = 0.999
+"""No text is certain."""
 
-WEIGHT = 0.3
-"""Of the newest draft in the average of accepted tokens."""
+FADING = 0.8
+"""What earlier drafts count for at each new one."""
 
-LEAST_ALONE, LEAST_BESIDE = 0.5, 3.0
-"""Accepted tokens a draft that are worth it. A request may wait for the check of its draft, and
-beside others, which do not, it gets a row in every second step then. And a step with one draft is
-no captured decode step, for all its rows."""
+LEAST = 0.25
+"""Expected tokens of a short draft, below which a request rests."""
 
-SURE_ALONE, SURE_BESIDE = 0.9, 0.4
-"""The share of drafts that were wholly right, from which the next row does not wait for the check.
-A wrong one costs a request that runs alone a whole step, and waiting only what lies between two."""
+SHORT = 2
+"""Tokens of a short draft."""
 
 SHORTEST_REST, LONGEST_REST = 32, 256
 """Tokens without a draft after drafts that were not worth it; twice as many each time."""
@@ -50,31 +47,30 @@ class Drafter:
     def __init__(self) -> None:
         self.num_drafted = 0
         self._known = bytearray()
-        self._mean = FIRST_MEAN
-        self._whole = 0.5
+        self._right, self._wrong = FIRST
         self._rest = SHORTEST_REST
         self._resume_at = 0
 
-    def length(self, num_tokens: int, alone: bool) -> int:
-        """How many tokens to draft for a request of so many; 0: drafts are not worth it now.
+    @property
+    def chance(self) -> float:
+        """The chance that a draft's next token is right."""
+        return min(MOST_CHANCE, self._right / (self._right + self._wrong))
 
-        alone: no other request runs.
-        """
+    def expected(self, length: int) -> float:
+        """Tokens of a draft that will probably be accepted."""
+        chance = self.chance
+        return chance * (1 - chance**length) / (1 - chance)
+
+    def is_worth_it(self, num_tokens: int) -> bool:
+        """Whether to look for a draft for a request of so many tokens, or it rests."""
         if num_tokens < self._resume_at:
-            return 0
-        least = LEAST_ALONE if alone else LEAST_BESIDE
-        if self._mean >= 2 * least:
-            self._rest = SHORTEST_REST
-        if self._mean < least:
-            self._resume_at = num_tokens + self._rest
-            self._rest = min(2 * self._rest, LONGEST_REST)
-            self._mean = least
-            return 0
-        return max(SHORTEST, round(2 * self._mean))
-
-    def is_sure(self, alone: bool) -> bool:
-        """Whether its next draft will probably be right to its end."""
-        return self._whole >= (SURE_ALONE if alone else SURE_BESIDE)
+            return False
+        if self.expected(SHORT) >= LEAST:
+            return True
+        self._resume_at = num_tokens + self._rest
+        self._rest = min(2 * self._rest, LONGEST_REST)
+        self._right, self._wrong = AGAIN
+        return False
 
     def find(
         self, tokens: Sequence[int], length: int, guessed: Sequence[int] = ()
@@ -107,10 +103,10 @@ class Drafter:
     def verified(self, num_drafted: int, num_accepted: int) -> None:
         """Learn from a draft that was checked."""
         self.num_drafted += num_drafted
-        # A draft that was right to its end would have been right further.
-        seen = num_accepted if num_accepted < num_drafted else num_drafted + 1
-        self._mean += WEIGHT * (seen - self._mean)
-        self._whole += WEIGHT * ((num_accepted == num_drafted) - self._whole)
+        self._right = FADING * self._right + num_accepted
+        self._wrong = FADING * self._wrong + (num_accepted < num_drafted)
+        if num_accepted >= SHORT:
+            self._rest = SHORTEST_REST
 
     @staticmethod
     def _occurrence(known: bytearray, last: int) -> int:

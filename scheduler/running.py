@@ -13,7 +13,7 @@ from scheduler.admission.limits import Limits
 from scheduler.kv.prefix_cache import CachedPrefix
 from scheduler.kv.tables import KvTables
 from scheduler.request import Request, Status
-from scheduler.speculation import next_draft, right_samples
+from scheduler.speculation import Drafting, Drafts, right_samples
 from scheduler.step import StepBuilder
 from scheduler.step_costs import StepCosts
 
@@ -48,6 +48,7 @@ class RunningRequests:
         self._free_batch_slots = list(range(num_batch_slots - 1, -1, -1))
         self._chunked = capacity.chunked
         self._drafts = capacity.drafts
+        self.drafting = Drafting()
         self._rope = capacity.rope_sets
         self._kv = KvTables(capacity, prefix_caching and capacity.prefix_caching, ahead)
         self.prefix = self._kv.prefix
@@ -74,22 +75,27 @@ class RunningRequests:
         self.stalled = False
         self.reserved_blocks = 0
         self._preempt_outgrown()
-        longer, num_running = [], len(self.members)
-        drafting = limits.max_draft_tokens > 0 and self._drafts
-        for request in self.members:  # A preemption removes younger ones from the end meanwhile.
+        longer, own = [], []
+        for request in self.members:
             ahead = len(request.tokens) + request.pending - request.scheduled
             if ahead > 1:
                 longer.append(request)
-            elif step.budget > 0 and not request.exhausted:
-                drafts: tuple[int, ...] | None = ()
-                if drafting or request.drafts:
-                    drafts = next_draft(request, step, limits, num_running)
-                if drafts is not None:
-                    self._extend(request, 1 + len(drafts), step, drafts)
-        # The rows so far generate: prompts must not stretch their step too much.
+            elif not request.exhausted:
+                own.append(request)
+        drafts: Drafts = {}
+        if (limits.max_draft_tokens > 0 and self._drafts) or any(each.drafts for each in own):
+            drafts = self.drafting.plan(own, step, limits)
+        for request in own:
+            draft = drafts.get(request.serial, ())
+            # A row above may have preempted it for its blocks.
+            is_running = request.status is Status.RUNNING
+            if is_running and step.budget > 0 and draft is not None:
+                self._extend(request, 1 + len(draft), step, draft)
+        # The rows so far generate: prompts must not stretch their step too much, nor the next one
+        # of requests that wait for the check of their drafts.
         step.generating = step.tokens
-        if step.rows:
-            step.budget = min(step.budget, self.costs.prompt_budget(limits, step.requests))
+        if own:
+            step.budget = min(step.budget, self.costs.prompt_budget(limits, own))
         for request in longer:
             # A row above may have preempted it for its blocks.
             if request.status is Status.RUNNING:

@@ -8,31 +8,102 @@ request's next row, and no block with them is in the prefix cache: that takes bl
 tokens alone.
 """
 
+from collections.abc import Sequence
+from itertools import pairwise
+
+from configs.engine import DRAFT_LENGTHS
 from configs.wire.plan import StepRow
 from scheduler.admission.limits import Limits
+from scheduler.draft_costs import DraftCosts
+from scheduler.drafts import Drafter
 from scheduler.request import Request
 from scheduler.step import StepBuilder
 
+Drafts = dict[int, tuple[int, ...] | None]
+"""By a request's serial number: its draft; None: it has no row in this step."""
 
-def next_draft(
-    request: Request, step: StepBuilder, limits: Limits, num_running: int
-) -> tuple[int, ...] | None:
-    """The draft behind a running request's next token, () for none; None: no row in this step.
+SURE = 0.9
+"""The chance that a draft is wholly right, from which the next row does not wait for its check."""
 
-    num_running: requests of which each may still need a token of the step's budget.
-    """
-    drafter, guessed, alone = request.drafter, request.drafts, num_running == 1
-    unknown = request.pending - len(guessed)
-    if guessed and (unknown > 1 or not drafter.is_sure(alone)):
-        return None
-    if unknown > 1 or num_running > limits.max_drafting or request.sampling.constraint:
-        return ()
+HOLD = 5
+"""If one of so many requests waits for the check of its draft, all do: a step takes as long for
+some of them as for all, and the time between a check and the next step is shorter than a step."""
+
+MARGIN = 1.03
+"""Tokens a second with drafts must be so many times those without."""
+
+
+class Drafting:
+    """Decides step by step whether drafts pay, and how long they are."""
+
+    def __init__(self) -> None:
+        self.costs = DraftCosts()
+
+    def plan(self, requests: Sequence[Request], step: StepBuilder, limits: Limits) -> Drafts:
+        """Return the drafts behind the next tokens of running requests; most have none."""
+        waiting = [request for request in requests if _waits(request)]
+        if len(waiting) * HOLD >= len(requests):
+            return dict.fromkeys((request.serial for request in requests), None)
+        drafts: Drafts = dict.fromkeys((request.serial for request in waiting), None)
+        ready = [request for request in requests if request.serial not in drafts]
+        may = [request for request in ready if _may_draft(request)]
+        if len(requests) > limits.max_drafting or not may:
+            return drafts
+        most = limits.max_draft_tokens
+        # Texts are searched only if that could pay.
+        if not self._length(len(ready), [(each.drafter, most) for each in may], most):
+            return drafts
+        found = [(each, _found(each, most)) for each in may]
+        length = self._length(len(ready), [(r.drafter, len(draft)) for r, draft in found], most)
+        step.draft_length, budget = length, step.budget - len(ready)
+        for request, draft in found:
+            if own := draft[: min(length, max(0, budget))]:
+                drafts[request.serial] = own
+                budget -= len(own)
+        return drafts
+
+    def _length(self, rows: int, drafters: Sequence[tuple[Drafter, int]], most: int) -> int:
+        """The length that brings most tokens a second; 0 if none does.
+
+        drafters: of some of the rows, with the tokens that each has found.
+        """
+        best, rate = 0, MARGIN * rows / self.costs.of(rows, 0)
+        for length in _lengths(most):
+            tokens = rows + sum(each.expected(min(length, found)) for each, found in drafters)
+            if tokens / self.costs.of(rows, length) > rate:
+                best, rate = length, tokens / self.costs.of(rows, length)
+        if not best:
+            for length in _lengths(most):
+                self.costs.forget(rows, length)
+        return best
+
+
+def _lengths(most: int) -> list[int]:
+    """The lengths that are tried, ascending; the ranks have captured steps for the first ones."""
+    longer = (*DRAFT_LENGTHS, 16, 32, 64)
+    return [min(length, most) for before, length in pairwise((0, *longer)) if before < most]
+
+
+def _waits(request: Request) -> bool:
+    """Whether its draft that is checked must be known before its next row."""
+    guessed = len(request.drafts)
+    unknown = request.pending - guessed
+    return guessed > 0 and (unknown > 1 or request.drafter.chance**guessed < SURE)
+
+
+def _may_draft(request: Request) -> bool:
+    """Whether a draft may follow its next token, and is worth a look."""
+    unknown = request.pending - len(request.drafts)
     room = request.max_total - request.total - 1
-    most = min(limits.max_draft_tokens, step.budget - num_running, room)
-    length = min(most, drafter.length(request.total, alone)) if most > 0 else 0
-    if not length:
-        return ()
-    return drafter.find(request.tokens, length + unknown, guessed)[unknown:]
+    free = unknown <= 1 and not request.sampling.constraint and room > 0
+    return free and request.drafter.is_worth_it(request.total)
+
+
+def _found(request: Request, most: int) -> tuple[int, ...]:
+    """The draft behind a request's next token, as long as the answer at most."""
+    unknown = request.pending - len(request.drafts)
+    length = min(most, request.max_total - request.total - 1)
+    return request.drafter.find(request.tokens, length + unknown, request.drafts)[unknown:]
 
 
 def right_samples(request: Request, row: StepRow, sampled: list[int]) -> list[int]:

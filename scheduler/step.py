@@ -15,6 +15,7 @@ class StepBuilder:
     """The rows, joins, loads and drops of one step, and the requests and adapters behind them.
 
     budget: tokens that may still be added. tokens: those that were.
+    draft_length: of drafts in this step, at most; 0 without any.
     generating: tokens of rows that get a running request's next token, drafts counted.
     planned: when it was planned, in seconds.
     number: the plan's step once it is built.
@@ -26,6 +27,7 @@ class StepBuilder:
         self.budget = budget
         self.planned = planned
         self.tokens = 0
+        self.draft_length = 0
         self.generating = 0
         self.number = -1
         self.joins: list[RequestJoin] = []

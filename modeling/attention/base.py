@@ -73,8 +73,9 @@ class AttentionStep:
 class GraphAttention(ABC):
     """Attention of steps of one size inside a graph: same addresses, new contents.
 
-    Every row has room for the same number of tokens. Before each replay `write` fills host memory, which the caller sends to the device words that
-    this was made with, and `plan` does what is left, on the current stream.
+    Every row has room for the same number of tokens. Before each replay `write` fills host memory,
+    which the caller sends to the device words that this was made with, and `plan` does what is
+    left, on the current stream.
     """
 
     step: AttentionStep

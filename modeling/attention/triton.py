@@ -1,8 +1,9 @@
 """Paged attention in Triton: any head size, any page size, caps, sinks and slopes.
 
 Rows of one token go to the decode kernel, wherever they are in a step, all others to the prefill
-kernel; in captured steps those of a few tokens go to the decode kernel too. Nothing is planned beyond that: a row's result follows from its own lengths alone, so that
-captured and launched steps agree bit by bit.
+kernel; in captured steps those of a few tokens go to the decode kernel too. Nothing is planned
+beyond that: a row's result follows from its own lengths alone, so that captured and launched steps
+agree bit by bit.
 """
 
 import math

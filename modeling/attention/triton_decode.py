@@ -36,8 +36,14 @@ def _splits(
 
 @triton.jit(  # type: ignore[untyped-decorator]
     do_not_specialize=[
-        "tokens", "offsets", "lengths", "row_queries", "tables", "window", "max_count",
-    ]  # fmt: skip
+        "tokens",
+        "offsets",
+        "lengths",
+        "row_queries",
+        "tables",
+        "window",
+        "max_count",
+    ]
 )
 def decode_kernel(
     q: "Any",
@@ -77,9 +83,9 @@ def decode_kernel(
 ) -> None:
     """Program (block of PACKED heads, row, p): splits p, p + programs, ... of the row.
 
-    tokens, offsets, lengths, row_queries: int32 [rows]: the index of a row's first token in q and out,
-    where its pages' numbers start in `tables`, its keys, its queries. QUERIES tokens of q and out
-    belong to a row; what is computed for those behind its queries means nothing.
+    tokens, offsets, lengths, row_queries: int32 [rows]: the index of a row's first token in q and
+    out, where its pages' numbers start in `tables`, its keys, its queries. QUERIES tokens of q and
+    out belong to a row; what is computed for those behind its queries means nothing.
     partials: float32 [rows, QUERIES, heads, max_count, HEAD_DIM], max_count: splits of a row at
     most; sums: [.., max_count, 2], each split's largest score and sum of weights. window: keys
     that are seen at most. factor: of the output.

@@ -15,9 +15,10 @@ class DecodeForm:
     """How rows of few tokens are computed.
 
     rows: of a tile (tokens times packed heads), a power of two, at least 16. packed: query heads of
-    a tile, of those that share a KV head. keys: of a block, a power of two. warps: of a program. stages: blocks that are loaded ahead,
-    and the current one. min_split: keys that are worth a split. max_splits: of a row, a power of
-    two. programs: about how many of a launch are enough; with more rows, each takes several splits.
+    a tile, of those that share a KV head. keys: of a block, a power of two. warps: of a program.
+    stages: blocks that are loaded ahead, and the current one. min_split: keys that are worth a
+    split. max_splits: of a row, a power of two. programs: about how many of a launch are enough;
+    with more rows, each takes several splits.
     """
 
     rows: int

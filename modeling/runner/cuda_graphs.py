@@ -1,10 +1,11 @@
 """Captured decode steps: one CUDA graph for each of a dozen batch sizes, base and with adapters.
 
-Steps that check drafts are captured alike: each row has room for as many tokens. A graph replays the same launches at the same addresses, so all that varies is in static buffers:
-one packed transfer brings a step's tables, the attention's plan and the adapters' tiles follow,
-then the replay. A step of fewer rows than the graph's is filled up with padding rows of one key,
-and a row with room for more tokens with padding tokens. These read and write the dummy block, which
-no request owns, and their samples go to the token buffer's dummy token.
+Steps that check drafts are captured alike: each row has room for as many tokens. A graph replays
+the same launches at the same addresses, so all that varies is in static buffers: one packed
+transfer brings a step's tables, the attention's plan and the adapters' tiles follow, then the
+replay. A step of fewer rows than the graph's is filled up with padding rows of one key, and a row
+with room for more tokens with padding tokens. These read and write the dummy block, which no
+request owns, and their samples go to the token buffer's dummy token.
 """
 
 from collections.abc import Callable, Sequence
@@ -83,14 +84,17 @@ class GraphParts:
 class GraphOutput:
     """What a replay computed; the next replay overwrites it. Padding is cut off.
 
-    tokens: int64 [s], each sample's greedy token, in the token buffer already.
+    tokens: int64 [s], each sample's greedy token.
     logits: [s, vocab].
     targets: int64 [s], as in StepLayout.
+    written: whether the tokens are in the token buffer already. Not where drafts are: a sample
+    behind them may look at them.
     """
 
     tokens: Tensor
     logits: Tensor
     targets: Tensor
+    written: bool
 
 
 @dataclass(frozen=True)
@@ -315,7 +319,8 @@ class DecodeGraphs:
         step, samples = self._steps[size], len(layout.targets)
         self._copy_inputs(step, layout, with_adapters)
         self._replays[size, with_adapters]()
-        return GraphOutput(self._tokens[:samples], self._logits[:samples], step.targets[:samples])
+        tokens, logits = self._tokens[:samples], self._logits[:samples]
+        return GraphOutput(tokens, logits, step.targets[:samples], self.queries == 1)
 
     def _has_form(self, layout: StepLayout) -> bool:
         """Whether each token samples, and each row fits into its room, in one piece."""
@@ -337,10 +342,11 @@ class DecodeGraphs:
             self._parts.adapters.update(layout.adapter_slots + padding, [self.queries] * step.size)
 
     def _compute(self, step: PaddedStep, adapters: AdapterData | None) -> None:
-        """Compute what a graph captures: from the token buffer back to the token buffer."""
+        """Compute what a graph captures: from the token buffer to its outputs, and back."""
         state = self._parts.state
         logits = self._parts.forward(step.tensors(state.tokens), step.plans(), adapters)
         tokens = self._fused.best(logits) if self._fused else logits.argmax(dim=-1)
         self._logits[: step.tokens].copy_(logits)
         self._tokens[: step.tokens].copy_(tokens)
-        state.write(step.targets, tokens)
+        if self.queries == 1:
+            state.write(step.targets, tokens)

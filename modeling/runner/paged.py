@@ -159,7 +159,8 @@ class ModelRunner(BaseRunner):
         self.num_captured += 1
         params = self._sampling(layout)
         if params.plain:
-            # The graph has taken the greedy tokens and left them in the token buffer.
+            if not output.written:
+                self._input_batch.write(output.targets, output.tokens)
             return SampledStep(output.tokens, None)
         sampled = sample_tokens(output.logits, params)
         self._input_batch.sampled(layout, output.targets, sampled.tokens)

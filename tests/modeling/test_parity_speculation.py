@@ -9,10 +9,11 @@ import torch
 from configs.wire.sampling import Sampling
 from modeling.runner.load_paged import load_paged
 from modeling.runner.paged import ModelRunner
-from scheduler import drafts
+from scheduler import speculation
 from scheduler.drafts import Drafter
 from sharding.group import TensorParallel
 from tests.modeling.parity import BLOCK_SIZE, FAMILIES, World, engine_config
+from tests.modeling.runner.test_cuda_graphs import capture_on_cpu
 from tests.modeling.scheduled import Ranks, generate_scheduled
 from tests.modeling.stepping import Answer, Asked
 
@@ -64,11 +65,11 @@ def informed(texts: Sequence[list[int]]) -> Find:
 
 
 @pytest.mark.parametrize(
-    ("family", "variant", "ranks", "lost_at", "sure"),
+    ("family", "variant", "ranks", "lost_at", "sure", "captured"),
     [
-        ("llama", "gqa", 1, 12, drafts.SURE_BESIDE),
-        ("llama", "gqa", 2, None, 0.0),
-        ("generic", "gemma2", 1, None, 0.0),
+        ("llama", "gqa", 1, 12, speculation.SURE, True),
+        ("llama", "gqa", 2, None, 0.0, False),
+        ("generic", "gemma2", 1, None, 0.0, False),
     ],
 )
 def test_drafts_change_no_token(
@@ -79,14 +80,15 @@ def test_drafts_change_no_token(
     ranks: int,
     lost_at: int | None,
     sure: float,
+    captured: bool,
 ) -> None:
     """Greedy and sampled, over adapters and without, in chunks, with a prefix that others cached.
 
     lost_at: after so many turns the ranks are lost and rebuilt. sure: at 0, no row waits, and many
-    are void.
+    are void. captured: whether steps with drafts are replays where they have no prompts.
     """
-    monkeypatch.setattr(drafts, "SURE_BESIDE", sure)
-    monkeypatch.setattr(drafts, "LEAST_BESIDE", 0.0)
+    monkeypatch.setattr(speculation, "SURE", sure)
+    monkeypatch.setattr(speculation, "MARGIN", 0.0)
     config = engine_config(world.model(family, variant))
     names = list(FAMILIES[family].adapters)[:2]
     found = [world.adapter(family, variant, name) for name in names]
@@ -96,11 +98,18 @@ def test_drafts_change_no_token(
 
     def answers(num_drafts: int, lost_at: int | None, group: TensorParallel) -> list[Answer]:
         def start() -> ModelRunner:
-            return load_paged(config, group, torch.device("cpu")).allocate()
+            runner = load_paged(config, group, torch.device("cpu")).allocate()
+            if captured and num_drafts:
+                runner._decode_graphs, *checked = [
+                    capture_on_cpu(runner, queries=queries) for queries in (1, 4, 6)
+                ]
+                runner._checked_graphs = tuple(checked)
+            return runner
 
         run = Ranks(start, adapters, 7, group, num_drafts)
         made = generate_scheduled(run, REQUESTS, lost_at)
         skipped[:] = [len(run.ended["r", index].skipped) for index in range(len(REQUESTS))]
+        assert (run.runner.num_captured > 5) == (captured and num_drafts > 0)
         return made
 
     [plain] = world.run(1, partial(answers, 0, None))

@@ -5,14 +5,17 @@ from dataclasses import replace
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from configs.wire.plan import Capacity, StepPlan, StepResult
+from configs.wire.plan import Capacity, StepPlan, StepResult, StepRow
 from configs.wire.sampling import FinishReason, Sampling, Stopping
-from scheduler import drafts
+from scheduler import drafts, speculation
 from scheduler.admission.limits import Limits
+from scheduler.draft_costs import LEAST_RATIO, DraftCosts
 from scheduler.drafts import LONGEST_REST, Drafter
 from scheduler.events import Ended, NewTokens, RequestEvent
 from scheduler.request import Request
 from scheduler.scheduler import Scheduler
+from scheduler.speculation import Drafting
+from scheduler.step import StepBuilder
 from tests.scheduler import automaton
 from tests.scheduler.stage import play
 from tests.strategies import Story, stories
@@ -32,8 +35,9 @@ def test_every_story_ends_well_with_drafts(story: Story) -> None:
     limits = replace(story.limits, max_draft_tokens=4, max_drafting=6)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(drafts, "MATCH", 1)
-        patch.setattr(drafts, "LEAST_ALONE", 0.0)
-        patch.setattr(drafts, "LEAST_BESIDE", 0.0)
+        patch.setattr(drafts, "LEAST", 0.0)
+        patch.setattr(speculation, "MARGIN", 0.0)
+        patch.setattr(speculation, "SURE", 0.1)
         patch.setattr(automaton, "next_token", lambda state: 3 + (hash((state, 99)) % 6 > 0))
         play(replace(story, limits=limits))
 
@@ -115,8 +119,7 @@ def test_a_stop_string_cuts_what_a_draft_brought() -> None:
     assert (ended.tokens, ended.skipped) == ([4, 5, 6], [2])
 
 
-def test_nothing_is_drafted_under_a_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drafts, "LEAST_BESIDE", 0.0)
+def test_nothing_is_drafted_under_a_grammar() -> None:
     world = World()
     world.add()
     world.add(1, Sampling(grammar="start: /a*/"))
@@ -128,8 +131,8 @@ def test_nothing_is_drafted_under_a_grammar(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_row_behind_a_draft_counts_only_if_that_was_right(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Beside others a request does not wait for the check of its draft."""
-    monkeypatch.setattr(drafts, "LEAST_BESIDE", 0.0)
+    """A request does not wait for the check of a draft that will probably be right."""
+    monkeypatch.setattr(speculation, "SURE", 0.0)
     world = World()
     request = world.add()
     world.add(1)
@@ -183,21 +186,88 @@ def test_a_text_grows_behind_what_is_known() -> None:
     assert drafter.find(tokens, 2) == (4, 1)
 
 
-def test_drafts_follow_what_is_accepted() -> None:
+def test_chances_follow_what_is_accepted() -> None:
     good, bad = Drafter(), Drafter()
     for _ in range(9):
         good.verified(8, 8)
+    assert good.chance**8 > speculation.SURE
+    assert good.expected(8) > 7
+    good.verified(8, 5)
+    assert good.chance**8 < speculation.SURE
+    assert bad.is_worth_it(100)
+    for _ in range(2):
         bad.verified(8, 0)
-    assert good.length(100, alone=False) > 8
-    assert bad.length(100, alone=True) == 0, "it rests"
-    assert bad.length(131, alone=True) == 0
-    assert bad.length(132, alone=True) == 2, "then it tries again, with less"
+    assert not bad.is_worth_it(100), "it rests"
+    assert not bad.is_worth_it(131)
+    assert bad.is_worth_it(132), "then it tries again"
     bad.verified(2, 0)
-    assert bad.length(133, alone=True) == 0
-    assert bad.length(133 + 63, alone=True) == 0, "it rests longer each time"
+    assert not bad.is_worth_it(133)
+    assert not bad.is_worth_it(133 + 63), "it rests longer each time"
     tries = 0
     for total in range(1000, 9000):
-        if bad.length(total, alone=True):
+        if bad.is_worth_it(total):
             bad.verified(2, 0)
             tries += 1
     assert 8000 / LONGEST_REST - 8 < tries < 8000 / LONGEST_REST + 8, "but not for ever"
+
+
+class Series:
+    """Steps of some rows, one after the other, each of them launched behind the one before."""
+
+    def __init__(self, rows: int) -> None:
+        self.costs = DraftCosts()
+        self.now = 1.0
+        self._requests = [Request(("r", i), [1], Sampling(), Stopping(9)) for i in range(rows)]
+
+    def apply(self, seconds: float, draft_length: int = 0, prompt: int = 0) -> None:
+        step = StepBuilder(1000, self.now - seconds / 2)
+        step.draft_length = draft_length
+        for request in self._requests:
+            request.serial = id(request)
+            step.requests.append(request)
+            step.rows.append(StepRow(0, 0, 1, [], True))
+        step.generating = len(step.rows)
+        step.tokens = step.generating + prompt
+        self.now += seconds
+        self.costs.applied(step, self.now)
+
+
+def test_costs_are_those_of_steps_that_only_generate() -> None:
+    series = Series(4)
+    assert series.costs.of(4, 2) == LEAST_RATIO, "relative until a step was measured"
+    series.apply(9.0)
+    for _ in range(3):
+        series.apply(2.0)
+        series.apply(50.0, 8, prompt=700)
+    assert series.costs.of(4, 0) == pytest.approx(2.0), "the first step follows none"
+    assert series.costs.of(4, 2) == pytest.approx(2.0 * LEAST_RATIO)
+    assert series.costs.of(4, 100) > 3.0, "many tokens take longer"
+    for _ in range(30):
+        series.apply(3.0, 8)
+    assert series.costs.of(4, 8) == pytest.approx(3.0)
+    series.apply(100.0, 8)
+    assert series.costs.of(4, 8) < 4.0, "it was disturbed"
+    for _ in range(500):
+        series.costs.forget(4, 8)
+    assert series.costs.of(4, 8) == pytest.approx(2.0 * LEAST_RATIO, rel=0.01)
+    assert series.costs.of(64, 2) == LEAST_RATIO, "of other rows it says nothing"
+
+
+@pytest.mark.parametrize(
+    ("draft_s", "accepted", "expected"),
+    [(1.2, 4, 4), (1.2, 0, 0), (9.0, 4, 0), (2.5, 4, 2)],
+)
+def test_drafts_are_as_long_as_pays(draft_s: float, accepted: int, expected: int) -> None:
+    """draft_s: of a step with drafts of 4; of 2 it takes half of that; 1.0 without any."""
+    series, drafting = Series(2), Drafting()
+    drafting.costs = series.costs
+    for seconds, length in ((1.0, 0), (max(1.1, draft_s / 2), 2), (draft_s, 4)):
+        for _ in range(2):
+            series.apply(seconds, length)
+    request = Request(("r", 0), list(PROMPT), Sampling(), Stopping(30))
+    for _ in range(9):
+        request.drafter.verified(4, accepted)
+    step = StepBuilder(1000)
+    found = drafting.plan([request, Series(1)._requests[0]], step, Limits(max_draft_tokens=4))
+    assert step.draft_length == expected
+    assert [len(each or ()) for each in found.values()] == ([expected] if expected else [])

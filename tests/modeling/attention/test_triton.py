@@ -1,5 +1,7 @@
 """The Triton kernels against SDPA, on a GPU: one cache, one step, two backends."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -178,6 +180,43 @@ def test_captured_decode_is_launched_decode(num_rows: int, captured_rows: int, s
             bring(paged, turn % 2)
             graph.replay()
             assert torch.equal(out[:num_rows], paged.run(backend, window, logits)), (turn, window)
+
+
+@pytest.mark.parametrize(
+    ("room", "fields"),
+    [
+        (3, {}),
+        (5, {"head_dim": 64, "num_heads": 64}),
+        (9, {}),
+        (9, {"head_dim": 256, "num_kv_heads": 4, "softcap": 2.0}),
+        (9, {"dtype": torch.float32}),
+        (5, {"dtype": torch.bfloat16, "cache_dtype": FP8}),
+    ],
+)
+def test_captured_rows_of_several_tokens(room: int, fields: dict[str, Any]) -> None:
+    """As launched ones, up to the order of their sums."""
+    spec = make_spec(16, windows=(None, 64), **fields)
+    lengths = [(1 + row % room, 9 + (97 * row * row) % 3000) for row in range(20)]
+    is_fp8 = spec.cache_dtype == FP8
+    paged = fp8_paged(spec, lengths, SCALES) if is_fp8 else Paged(spec, lengths)
+    backend, rows, max_blocks = make_backend(spec), 20, 200
+    count = backend.graph_words(rows, max_blocks, room)
+    assert count is not None
+    words = torch.zeros(count, dtype=torch.int32, device=spec.device)
+    captured = backend.graph_form(rows, words, room)
+    queries, keys = np.array(lengths, dtype=np.int32).T
+    host = np.zeros(count, dtype=np.int32)
+    captured.write(host, keys, paged.tables.cpu().numpy(), queries)
+    words.copy_(torch.from_numpy(host))
+    at = torch.tensor([row * room + i for row, n in enumerate(queries) for i in range(n)])
+    q = torch.zeros(rows * room, *paged.q.shape[1:], dtype=spec.dtype, device=spec.device)
+    q[at] = paged.q
+    starts = torch.arange(rows + 1, dtype=torch.int32, device=spec.device) * room
+    for window in spec.windows:
+        found = backend.forward(q, paged.cache, starts, words, captured.step, window)[at].float()
+        expected = paged.run(backend, window).float()
+        error = (found - expected).norm() / expected.norm()
+        assert float(error) < (1e-5 if spec.dtype == torch.float32 else 1e-2), (window, error)
 
 
 def test_it_is_taken_for_what_others_lack() -> None:

@@ -305,9 +305,7 @@ def requests(slots: Sequence[int], **fields: Any) -> list[Asked]:
     ]
 
 
-def capture_on_cpu(
-    runner: ModelRunner, sizes: int | None = None, queries: int = 1
-) -> DecodeGraphs:
+def capture_on_cpu(runner: ModelRunner, sizes: int | None = None, queries: int = 1) -> DecodeGraphs:
     """Let a CPU runner replay its decode steps, each replay being the computation itself.
 
     sizes: how many are recorded; None for all. queries: tokens that each row has room for.

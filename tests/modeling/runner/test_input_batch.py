@@ -8,7 +8,7 @@ from configs.rope_sets import LONG, SHORT
 from configs.wire.plan import RequestJoin, StepRow
 from configs.wire.sampling import Sampling
 from modeling.runner.block_tables import BatchSize
-from modeling.runner.input_batch import InputBatch, StepInputs, StepLayout
+from modeling.runner.input_batch import InputBatch, StepInputs
 
 SIZE = BatchSize(max_running=4, max_total_tokens=40, block_size=8)
 
