@@ -59,7 +59,7 @@ class GuessingDrafter(Drafter):
 
     def __init__(self, right: float, seed: int) -> None:
         super().__init__()
-        self._right = right
+        self._share = right
         self._random = random.Random(seed)
 
     def find(
@@ -67,7 +67,7 @@ class GuessingDrafter(Drafter):
     ) -> tuple[int, ...]:
         """Return the draft, each token of it right with the same chance."""
         found = super().find(tokens, length, [0] * len(guessed))
-        return tuple(t if self._random.random() < self._right else t + 1 for t in found)
+        return tuple(t if self._random.random() < self._share else t + 1 for t in found)
 
 
 class Serving:
