@@ -27,13 +27,13 @@ FADING = 0.8
 """What earlier drafts count for at each new one."""
 
 LEAST = 0.25
-"""Expected tokens of a short draft, below which a request rests."""
+"""Expected tokens of a short draft that are few."""
 
 SHORT = 2
 """Tokens of a short draft."""
 
 SHORTEST_REST, LONGEST_REST = 32, 256
-"""Tokens without a draft after drafts that were not worth it; twice as many each time."""
+"""Tokens of an answer for which few are expected, before more are; twice as many each time."""
 
 _BYTES = array("i").itemsize
 
@@ -49,7 +49,7 @@ class Drafter:
         self._known = bytearray()
         self._right, self._wrong = FIRST
         self._rest = SHORTEST_REST
-        self._resume_at = 0
+        self._resume_at: int | None = None
 
     @property
     def chance(self) -> float:
@@ -61,16 +61,16 @@ class Drafter:
         chance = self.chance
         return chance * (1 - chance**length) / (1 - chance)
 
-    def is_worth_it(self, num_tokens: int) -> bool:
-        """Whether to look for a draft for a request of so many tokens, or it rests."""
-        if num_tokens < self._resume_at:
-            return False
+    def take_heart(self, num_tokens: int) -> None:
+        """Expect more again, if little was expected for a while; the request has so many tokens."""
         if self.expected(SHORT) >= LEAST:
-            return True
-        self._resume_at = num_tokens + self._rest
-        self._rest = min(2 * self._rest, LONGEST_REST)
-        self._right, self._wrong = AGAIN
-        return False
+            self._resume_at = None
+        elif self._resume_at is None:
+            self._resume_at = num_tokens + self._rest
+        elif num_tokens >= self._resume_at:
+            self._resume_at = None
+            self._rest = min(2 * self._rest, LONGEST_REST)
+            self._right, self._wrong = AGAIN
 
     def find(
         self, tokens: Sequence[int], length: int, guessed: Sequence[int] = ()

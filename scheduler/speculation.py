@@ -96,7 +96,8 @@ def _may_draft(request: Request) -> bool:
     unknown = request.pending - len(request.drafts)
     room = request.max_total - request.total - 1
     free = unknown <= 1 and not request.sampling.constraint and room > 0
-    return free and request.drafter.is_worth_it(request.total)
+    request.drafter.take_heart(request.total)
+    return free
 
 
 def _found(request: Request, most: int) -> tuple[int, ...]:
