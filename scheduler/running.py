@@ -48,7 +48,7 @@ class RunningRequests:
         self._free_batch_slots = list(range(num_batch_slots - 1, -1, -1))
         self._chunked = capacity.chunked
         self._drafts = capacity.drafts
-        self.drafting = Drafting()
+        self._drafting = Drafting()
         self._rope = capacity.rope_sets
         self._kv = KvTables(capacity, prefix_caching and capacity.prefix_caching, ahead)
         self.prefix = self._kv.prefix
@@ -84,7 +84,7 @@ class RunningRequests:
                 own.append(request)
         drafts: Drafts = {}
         if (limits.max_draft_tokens > 0 and self._drafts) or any(each.drafts for each in own):
-            drafts = self.drafting.plan(own, step, limits)
+            drafts = self._drafting.plan(own, step, limits)
         for request in own:
             draft = drafts.get(request.serial, ())
             # A row above may have preempted it for its blocks.
@@ -204,6 +204,11 @@ class RunningRequests:
         """The requests that came to hold nothing on the ranks, each returned once."""
         freed, self._freed = self._freed, []
         return freed
+
+    def learn(self, step: StepBuilder, now: float) -> None:
+        """Learn what steps take from one that was applied at `now`, in seconds."""
+        self.costs.applied(step, now)
+        self._drafting.costs.applied(step, now)
 
     def mark_computed(self, request: Request, end: int) -> None:
         """Positions below `end` were computed: blocks that no later one needs are freed."""

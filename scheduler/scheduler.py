@@ -126,8 +126,7 @@ class Scheduler:
         assert step.number == plan.step == result.step, (step.number, plan.step, result.step)
         events: list[RequestEvent] = []
         next_token, num_requests = 0, len(self._requests)
-        self._running.costs.applied(step, now)
-        self._running.drafting.costs.applied(step, now)
+        self._running.learn(step, now)
         running, draining = self._running, self._running.draining
         for report in result.reports or ():
             step.requests[report.row].add_prompt_report(report)

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 
 from configs.wire.plan import Capacity, StepPlan, StepResult, StepRow
 from configs.wire.sampling import FinishReason, Sampling, Stopping
-from scheduler import drafts, speculation
+from scheduler import speculation
 from scheduler.admission.limits import Limits
 from scheduler.draft_costs import LEAST_RATIO, DraftCosts
 from scheduler.drafts import LONGEST_REST, Drafter
@@ -34,8 +34,7 @@ def test_every_story_ends_well_with_drafts(story: Story) -> None:
     """Most tokens are fours, so that drafts are found early, and many of them are right."""
     limits = replace(story.limits, max_draft_tokens=4, max_drafting=6)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(drafts, "MATCH", 1)
-        patch.setattr(drafts, "LEAST", 0.0)
+        patch.setattr("scheduler.drafts.MATCH", 1)
         patch.setattr(speculation, "MARGIN", 0.0)
         patch.setattr(speculation, "SURE", 0.1)
         patch.setattr(automaton, "next_token", lambda state: 3 + (hash((state, 99)) % 6 > 0))
@@ -194,21 +193,21 @@ def test_chances_follow_what_is_accepted() -> None:
     assert good.expected(8) > 7
     good.verified(8, 5)
     assert good.chance**8 < speculation.SURE
-    assert bad.is_worth_it(100)
     for _ in range(2):
         bad.verified(8, 0)
-    assert not bad.is_worth_it(100), "it rests"
-    assert not bad.is_worth_it(131)
-    assert bad.is_worth_it(132), "then it tries again"
-    bad.verified(2, 0)
-    assert not bad.is_worth_it(133)
-    assert not bad.is_worth_it(133 + 63), "it rests longer each time"
+    known = bad.chance
+    for total in (100, 131):
+        bad.take_heart(total)
+        assert bad.chance == known < 0.2
+    bad.take_heart(132)
+    assert bad.expected(2) > 0.5, "after a while more is expected again"
     tries = 0
     for total in range(1000, 9000):
-        if bad.is_worth_it(total):
+        bad.take_heart(total)
+        if bad.expected(2) > 0.25:
             bad.verified(2, 0)
             tries += 1
-    assert 8000 / LONGEST_REST - 8 < tries < 8000 / LONGEST_REST + 8, "but not for ever"
+    assert 8000 / LONGEST_REST - 8 < tries < 8000 / LONGEST_REST + 8, "less and less often"
 
 
 class Series:
