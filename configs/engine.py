@@ -184,13 +184,13 @@ DRAFT_LENGTHS = (2, 4, 8)
 class SpeculationConfig(Config):
     """Speculation.
 
-    max_tokens: guessed tokens of a request in a step; fewer where they are often wrong.
-    max_running: nothing is guessed while more requests run: a full batch has no time to spare.
+    max_tokens: guessed tokens of a request in a step; fewer where that brings more tokens a second.
+    max_running: nothing is guessed while more requests run.
     """
 
     kind: SpeculationKind = SpeculationKind.NONE
     max_tokens: PositiveInt = Field(default=8, le=64)
-    max_running: PositiveInt = 8
+    max_running: PositiveInt = 32
 
     @property
     def most_tokens(self) -> int:

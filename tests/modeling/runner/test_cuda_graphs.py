@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from configs.adapters import AdaptersConfig
-from configs.engine import CacheConfig
+from configs.engine import CacheConfig, LimitsConfig, SpeculationConfig, SpeculationKind
 from configs.wire.plan import RequestJoin, StepRow
 from configs.wire.sampling import Sampling
 from modeling.adapters.bank import AdapterBank
@@ -24,7 +24,7 @@ from modeling.attention.kv_layout import allocate_blocks
 from modeling.attention.sdpa import SdpaAttention
 from modeling.batch import ForwardBatch
 from modeling.runner.block_tables import BatchSize
-from modeling.runner.captures import StepGraphs
+from modeling.runner.captures import StepGraphs, checked_sizes
 from modeling.runner.cuda_graphs import (
     SIZES,
     DecodeGraphs,
@@ -81,6 +81,25 @@ def test_a_step_takes_the_next_larger_size() -> None:
         256,
         None,
     ]
+
+
+@pytest.mark.parametrize(
+    ("most", "running", "step_tokens", "expected"),
+    [
+        (0, 8, 2048, ()),
+        (1, 8, 2048, ((3, (1, 2, 4, 8)),)),
+        (5, 8, 2048, ((3, (1, 2, 4, 8)), (5, (1, 2, 4, 8)), (9, (1, 2, 4, 8)))),
+        (8, 64, 64, ((3, (1, 2, 4, 8, 16, 21)), (5, (1, 2, 4, 8, 12)), (9, (1, 2, 4, 7)))),
+        (64, 2, 4, ((3, (1,)),)),
+    ],
+)
+def test_steps_with_drafts_have_sizes_up_to_the_limits(
+    most: int, running: int, step_tokens: int, expected: Any
+) -> None:
+    kind = SpeculationKind.PROMPT_LOOKUP if most else SpeculationKind.NONE
+    speculation = SpeculationConfig(kind=kind, max_tokens=most or 8, max_running=running)
+    found = checked_sizes(LimitsConfig(max_step_tokens=step_tokens), speculation)
+    assert found == expected
 
 
 @dataclass(frozen=True)
