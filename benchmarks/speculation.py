@@ -11,7 +11,7 @@ import random
 import statistics
 import sys
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -78,6 +78,8 @@ class Serving:
         self._scheduler = Scheduler(limits, capacity_of(runner.report))
         self._flying: deque[tuple[StepPlan, StepOutput]] = deque()
         self.num_steps = 0
+        self._seconds: defaultdict[int, list[float]] = defaultdict(list)
+        self._landed = time.perf_counter()
 
     def answer(self, rows: int, tokens: int, right: float) -> float:
         """Return the seconds from the first generated token of all rows to the last."""
@@ -95,7 +97,12 @@ class Serving:
         assert known < rows * tokens / 4
         return time.perf_counter() - start
 
+    def step_seconds(self) -> dict[int, float]:
+        """Return what the last steps took, by the length of their drafts: medians."""
+        return {length: statistics.median(each) for length, each in sorted(self._seconds.items())}
+
     def _run(self, done: Callable[[], bool]) -> None:
+        self._seconds.clear()
         while not done():
             plan = self._scheduler.schedule(time.monotonic())
             if not plan.empty:
@@ -106,6 +113,9 @@ class Serving:
                 oldest, launched = self._flying.popleft()
                 result = step_result(oldest, launched.wait(), 0.0)
                 self._scheduler.apply(oldest, result, time.monotonic())
+                length = max((len(row.drafts) for row in oldest.rows), default=0)
+                self._seconds[length].append(time.perf_counter() - self._landed)
+                self._landed = time.perf_counter()
 
 
 def make_runner(folder: Path, options: argparse.Namespace) -> ModelRunner:
@@ -144,19 +154,23 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
     for rows in options.rows:
         for right in options.right:
             rates: dict[str, list[float]] = {"without": [], "with": []}
-            steps = {}
+            steps, lengths = {}, {}
             for _ in range(options.turns):
                 for name, used in (("without", limits), ("with", drafting)):
                     serving = Serving(runner, used)
                     seconds = serving.answer(rows, options.tokens, right)
                     rates[name].append(rows * options.tokens / seconds)
                     steps[name] = serving.num_steps
+                    lengths = serving.step_seconds()
             plain, speculated = (statistics.median(each) for each in rates.values())
             print(
                 f"{rows:3} rows, {right:4.0%} right: {plain:7.1f} tokens/s without drafts, "
                 f"{speculated:7.1f} with: {speculated / plain:.2f} x, "
-                f"{steps['without']} and {steps['with']} steps"
+                f"{steps['without']} and {steps['with']} steps",
+                flush=True,
             )
+            costs = ", ".join(f"{n}: {s * 1e3:.2f}" for n, s in lengths.items())
+            print(f"{'':9} ms of a step, by the length of its drafts: {costs}", flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
