@@ -1,6 +1,6 @@
 """How fast a server is back: kills and stops, starts, scaling, cold adapters; and a soak.
 
-    python -m benchmarks.recovery kill stop scale cold               on the demo
+    python -m benchmarks.recovery start kill scale cold              on the demo
     python -m benchmarks.recovery start --config serve_config.yaml
     python -m benchmarks.recovery soak --minutes 60
 
@@ -8,8 +8,9 @@ Starts `loray serve` of the config with two ingress replicas, asks each prompt o
 answer (greedy; the demo's answers are those of transformers + PEFT), and measures. One JSON line a
 case, with what it depends on. `kill`: SIGKILL of a rank, a driver, an ingress and the HTTP front,
 and SIGSTOP of a rank, under `--rate` requests a second: `back_s` is from the blow to the first
-token of a request sent after it. `stop` is measured with `start`. `soak` kills a random process
-each 15 to 21 s on two driver replicas, and exits with 1 unless every answer was right.
+token of a request sent after it. All cases have one server, whose end is measured too. `soak` kills
+a random process each 15 to 21 s on two driver replicas, and exits with 1 unless every answer was
+right.
 """
 
 import argparse
@@ -18,7 +19,6 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ import httpx
 import yaml
 
 from benchmarks.recovery import cases
-from benchmarks.recovery.load import Question
+from benchmarks.recovery.load import Question, rounded
 from benchmarks.recovery.server import RecoveryServer, conditions, with_replicas
 from benchmarks.recovery.soak import soak
 
@@ -63,18 +63,21 @@ def adapters_of(server: RecoveryServer) -> list[str]:
 def measure(
     server: RecoveryServer, parsed: argparse.Namespace, names: Sequence[str]
 ) -> Iterator[dict[str, Any]]:
-    """All cases but `start`, on one running server."""
-    server.start()
+    """All cases, on one server."""
+    ready = server.start()
+    if "start" in names:
+        yield {"case": "start", "seconds": ready.seconds}
+    names = [name for name in names if name != "start"]
     try:
         adapters = parsed.adapters or adapters_of(server)
-        if set(names) == {"cold"}:
+        if set(names) <= {"cold"}:
             # Nothing is answered before: the first requests find adapters that were never seen.
             questions = [Question(PROMPTS[0], adapter, "") for adapter in adapters]
         else:
             questions = questions_of(server, adapters)
         if (
             parsed.answers is not None
-            and set(names) != {"cold"}
+            and not set(names) <= {"cold"}
             and (wrong := wrong_answers(questions, parsed.answers))
         ):
             raise SystemExit("these answers are wrong before any kill:\n" + "\n".join(wrong))
@@ -88,7 +91,8 @@ def measure(
             else:
                 yield asyncio.run(soak(server, questions, parsed.rate, parsed.minutes))
     finally:
-        server.stop()
+        stopped = server.stop()
+    yield {"case": "stop", "seconds": rounded(stopped)}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -113,9 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         drivers = 2 if "soak" in parsed.cases else 1
         changed = with_replicas(config, drivers, ingresses=2)
         server = RecoveryServer(changed, Path(folder), parsed.port)
-        others = [name for name in parsed.cases if name != "start"]
-        starts = cases.start(server) if "start" in parsed.cases else ()
-        for row in chain(starts, measure(server, parsed, others) if others else ()):
+        for row in measure(server, parsed, parsed.cases):
             print(json.dumps({**row, **conditions(config)}), flush=True)
             bad |= bool(row.get("wrong") or row.get("lost") or row.get("unexpected"))
     sys.exit(1 if bad else 0)

@@ -1,15 +1,16 @@
 """`loray serve`: starts a local Ray cluster, deploys the app, and ends both."""
 
 import asyncio
+import io
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
 from http import HTTPStatus
 from itertools import dropwhile
 from pathlib import Path
@@ -110,12 +111,16 @@ def _free_pushes(config: Mapping[str, Any]) -> None:
 
 
 def _deploy(config: Path, address: str) -> None:
-    """Deploy with Serve's own command, which needs no dashboard."""
-    command = [sys.executable, "-m", "ray.serve.scripts", "run", "--non-blocking"]
-    arguments = [*command, "--address", address, str(config)]
-    done = subprocess.run(arguments, capture_output=True, text=True, check=False)
-    if done.returncode:
-        fail(f"the config was refused:\n{done.stderr}{done.stdout}")
+    """Deploy as `serve run` does, which needs no dashboard; a process of its own starts later."""
+    from ray.serve.scripts import run
+
+    arguments = ["--non-blocking", "--address", address, str(config)]
+    said = io.StringIO()
+    try:
+        with redirect_stdout(said):
+            run.main(arguments, standalone_mode=False)
+    except (SystemExit, ValueError) as error:
+        fail(f"the config was refused: {error}\n{said.getvalue()}")
 
 
 async def _leave(serve: Any, names: Sequence[str], seconds: float, hurried: Event) -> None:
