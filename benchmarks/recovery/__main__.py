@@ -64,11 +64,11 @@ def measure(
     server: RecoveryServer, parsed: argparse.Namespace, names: Sequence[str]
 ) -> Iterator[dict[str, Any]]:
     """All cases, on one server."""
-    ready = server.start()
-    if "start" in names:
-        yield {"case": "start", "seconds": ready.seconds}
-    names = [name for name in names if name != "start"]
     try:
+        ready = server.start()
+        if "start" in names:
+            yield {"case": "start", "seconds": ready.seconds}
+        names = [name for name in names if name != "start"]
         adapters = parsed.adapters or adapters_of(server)
         if set(names) <= {"cold"}:
             # Nothing is answered before: the first requests find adapters that were never seen.

@@ -25,6 +25,8 @@ BLOWS = {
     "driver": ("driver", signal.SIGKILL),
     "ingress": ("ingress", signal.SIGKILL),
     "front": ("front", signal.SIGKILL),
+    "controller": ("controller", signal.SIGKILL),
+    "manager": ("manager", signal.SIGKILL),
     "hang": ("rank", signal.SIGSTOP),
 }
 """What is struck, and by which signal."""

@@ -22,6 +22,8 @@ TITLES = {
     "driver": "ServeReplica:loray:Driver",
     "ingress": "ServeReplica:loray:Ingress",
     "front": "haproxy -db",
+    "controller": "ServeController",
+    "manager": "HAProxyManager",
 }
 START_S = 900.0
 POLL_S = 0.1
