@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-from huggingface_hub import hf_hub_download, snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
 from configs.model import ModelConfig
@@ -31,6 +30,9 @@ def fetch_model(config: ModelConfig) -> Path:
     try:
         if _is_in_s3(config):
             return S3Model(config, patterns).fetch(patterns)
+        # Its import takes 0.3 s of each rank's start, and most models are folders.
+        from huggingface_hub import snapshot_download
+
         found = snapshot_download(
             config.id, revision=config.revision, allow_patterns=patterns, etag_timeout=10
         )
@@ -47,6 +49,8 @@ def fetch_model_config(config: ModelConfig) -> Path:
     try:
         if _is_in_s3(config):
             return S3Model(config, _patterns(config)).fetch([_CONFIG])
+        from huggingface_hub import hf_hub_download
+
         found = hf_hub_download(config.id, _CONFIG, revision=config.revision, etag_timeout=10)
     except _FAULTS as error:
         raise _not_found(config, error) from error
