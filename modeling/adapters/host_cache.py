@@ -5,10 +5,8 @@ follow each other through its chunks in whole rows. So a matrix is one contiguou
 for each chunk that it crosses; each row range is one copy to the device.
 """
 
-import os
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -39,9 +37,8 @@ from modeling.adapters.projection import (
     select_columns,
 )
 from modeling.adapters.row_norms import RowNorms, SummedRows
-from modeling.adapters.stacks import LoraStack, StackReader
+from modeling.adapters.stacks import LoraStack
 from modeling.transfer import DeviceEvent, aligned
-from sharding.tensor_file import WHOLE_BYTES
 from sources.files import fingerprint
 
 _SETTINGS = {
@@ -53,9 +50,6 @@ _SETTINGS = {
 """Which setting gives a pool its pages, where that is not device_pages."""
 
 MAX_CHUNK_BYTES = 2**20
-_WRITERS = 4
-"""Threads that write one large adapter. Small ones are not worth their turns of the interpreter."""
-
 _KEPT_BYTES = 31 * 2**20
 """A block of it has glibc keep up to 62 MiB of freed memory; blocks over 32 MiB have no effect."""
 
@@ -127,8 +121,6 @@ class HostAdapterCache:
         # read that began before it is discarded even if the adapter is staged anew meanwhile.
         self._reads: dict[AdapterKey, list[object]] = {}
         self._lock = threading.Lock()
-        count = min(_WRITERS, os.cpu_count() or 1)
-        self._writers = ThreadPoolExecutor(count, thread_name_prefix="pages")
 
     @property
     def capacity_bytes(self) -> int:
@@ -301,23 +293,9 @@ class HostAdapterCache:
         sums: SummedRows,
     ) -> None:
         """Read an adapter's modules into its pages, cut to this rank."""
-
-        def write(read: StackReader) -> None:
-            for stack in read():
-                own, behind = pages[stack.projection], output_rows[stack.projection]
-                self._write_stack(stack, own, behind, sums)
-
-        readers = adapter.readers()
-        # Sums are taken in the file's order.
-        if adapter.num_bytes > WHOLE_BYTES and not adapter.is_scaled:
-            writing = [self._writers.submit(write, read) for read in readers]
-            # All of them: the caller frees the pages of an adapter that cannot be read.
-            wait(writing)
-            for written in writing:
-                written.result()
-        else:
-            for read in readers:
-                write(read)
+        for stack in (stack for read in adapter.readers() for stack in read()):
+            own, behind = pages[stack.projection], output_rows[stack.projection]
+            self._write_stack(stack, own, behind, sums)
         for matrix in adapter.read_matrices():
             index = matrix.position.projection
             parts = torch.split(matrix.rows, self._projections[index].num_layers * PAGE_ROWS)

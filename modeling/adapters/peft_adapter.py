@@ -29,7 +29,7 @@ from modeling.adapters.projection import ModulePosition, Projection
 from modeling.adapters.stacks import LoraModule, LoraStack, StackReader
 from sharding.tensor_file import TensorFile
 
-STACK_NUMBERS = 2**18
+STACK_NUMBERS = 2**20
 """Most elements of a stack's factor, 1 MiB in float32: malloc returns larger blocks to the system
 at each free, and every stack would pay for new pages, which doubles what staging takes."""
 

@@ -41,8 +41,7 @@ def test_a_file_that_is_cut_short_fails_as_a_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, whole_bytes: int
 ) -> None:
     """As `cp` and `rsync --inplace` do; of a mapped file the rank would die (SIGBUS)."""
-    for module in (tensor_file, copies):
-        monkeypatch.setattr(module, "WHOLE_BYTES", whole_bytes)
+    monkeypatch.setattr(tensor_file, "WHOLE_BYTES", whole_bytes)
     good, bad = fetched(1, adapter(tmp_path / "good")), fetched(2, adapter(tmp_path / "bad"))
 
     def opened(wanted: FetchedAdapter, *rest: Any) -> OpenAdapter:
@@ -62,15 +61,14 @@ def test_a_file_that_is_cut_short_fails_as_a_version(
     tier.check()
 
 
-def test_a_large_file_is_written_by_several_threads_to_the_same_pages(
+def test_a_large_file_is_written_stack_by_stack_to_the_same_pages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted, tier = fetched(1, adapter(tmp_path / "adapter")), host_copies()
     tier.stage(wanted)
     expected = staged_numbers(tier)
     tier.drop(wanted.key)
-    for module in (tensor_file, copies):
-        monkeypatch.setattr(module, "WHOLE_BYTES", 0)
+    monkeypatch.setattr(tensor_file, "WHOLE_BYTES", 0)
     monkeypatch.setattr(peft_adapter, "STACK_NUMBERS", 1)  # Each module is a stack of its own.
     tier.stage(wanted)
     torch.testing.assert_close(staged_numbers(tier), expected, rtol=0, atol=0)
