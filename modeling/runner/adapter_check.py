@@ -18,7 +18,7 @@ from configs.architectures.base import ModelArchitecture
 from configs.architectures.encoders import EncoderArchitecture
 from configs.architectures.generic import GenericArchitecture
 from configs.architectures.select import load_architecture, padded_reason
-from configs.engine import EngineConfig
+from configs.engine import Device, EngineConfig
 from configs.reading import DamagedFile
 from configs.wire.adapters import AdapterError
 from modeling.adapters.host_pages import PAGE_ROWS
@@ -29,7 +29,13 @@ from modeling.adapters.peft_config import read_fields
 from modeling.adapters.peft_kinds import kind_name
 from modeling.adapters.peft_names import WEIGHTS_NAME
 from modeling.adapters.peft_tokens import ROWS_SUFFIX
-from modeling.adapters.projection import WHOLE_KINDS, BaseRows, Projection, ProjectionKind
+from modeling.adapters.projection import (
+    ROUTED_KINDS,
+    WHOLE_KINDS,
+    BaseRows,
+    Projection,
+    ProjectionKind,
+)
 from modeling.models.select import build_model
 from modeling.runner.loading import load_model, with_other_models
 from sharding.checkpoint import DummySource
@@ -107,7 +113,10 @@ def adaptable(
         return _padded(config, architecture).projections
     if isinstance(architecture, GenericArchitecture):
         fetch_model(config.model)
-        return load_model(config, SingleRank(), CPU).model.projections
+        model = load_model(config, SingleRank(), CPU).model
+        # It is read on a CPU here: what GPUs do not adapt is left out by the config alone.
+        left_out = config.device is Device.CUDA and getattr(model, "has_biased_experts", False)
+        return tuple(p for p in model.projections if not (left_out and p.kind in ROUTED_KINDS))
     weights = Weights(DummySource(META, torch.float32), SingleRank(), torch.float32, META)
     model = build_model(architecture, weights)
     if config.adapters.adapts_vocabulary:

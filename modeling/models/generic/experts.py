@@ -78,6 +78,7 @@ class RoutedLayers:
 
     projections: what adapters change of them; none on a GPU where experts have biases, for that
     has not been exact there yet.
+    has_bias: whether they have.
     """
 
     def __init__(
@@ -91,8 +92,8 @@ class RoutedLayers:
         made: list[Projection] = []
         self._experts: list[RoutedModule] = []
         self._routers: list[RoutedModule] = []
-        has_bias = any(module.has_bias for own in kinds.values() for _, module in own)
-        is_adapted = not (on_gpu and has_bias)
+        self.has_bias = any(module.has_bias for own in kinds.values() for _, module in own)
+        is_adapted = not (on_gpu and self.has_bias)
         for template, members in kinds.items():
             maps = _projections(causal, plan, template, members) if is_adapted else []
             targets = _targets(maps, taken + len(made))

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from deployments.commands.check import check
 from tests.checkpoints import write_llama
+from tests.checkpoints_generic import write_generic
 from tests.modeling.adapters.test_adapters_page import KINDS
 
 MLX = Path(__file__).parents[2] / "sources" / "mlx_lora"
@@ -130,6 +131,21 @@ def test_every_kind_of_the_page_is_judged_as_it_says(
         else:
             assert served == "yes", name
         assert SAID.get(name, "") in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_gpus_do_not_adapt_is_refused_where_the_config_names_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = write_generic(tmp_path / "model", "gpt_oss")
+    config = LoraConfig(r=2, target_modules=[], target_parameters=["mlp.experts.down_proj"])
+    folder = save(tmp_path / "adapter", model, config)
+    assert "served exactly" in printed(folder, model, capsys)
+    yaml = tmp_path / "serve.yaml"
+    engine = json.dumps({"model": {"id": str(model)}, "device": "cuda"})
+    yaml.write_text(f"applications: [{{args: {{engine: {engine}}}}}]")
+    said = printed(folder, yaml, capsys, served=False)
+    assert "adapts neither a linear module's weight nor experts that are known here" in said
 
 
 def test_a_checkpoint_of_nemo_is_known(
