@@ -39,13 +39,13 @@ PROMPT, AT_ONCE = 512, 4
 BLOCKS = 80
 """Cache blocks of each row."""
 
-KINDS = ("base", "plain", "dora", "biased", "ends", "norms")
+KINDS = ("base", "plain", "dora", "biased", "ends", "norms", "tokens")
 
 
 def write_kind(folder: Path, shape: str, kind: str, targets: Sequence[str] = TARGETS) -> None:
     """Write an adapter of a kind: plain LoRA, and what comes on top of it.
 
-    ends: of embedding and head. norms: with all norms of its own.
+    ends: of embedding and head. norms: with all norms of its own. tokens: with trained tokens.
     """
     write_adapter(folder, shape, RANK, 1, targets)
     sizes = SHAPES[shape]
@@ -72,6 +72,12 @@ def write_kind(folder: Path, shape: str, kind: str, targets: Sequence[str] = TAR
         names = [f"{at}{n}_layernorm" for at in layers for n in ("input", "post_attention")]
         for name in (*names, "norm"):
             tensors[f"base_model.model.model.{name}.weight"] = torch.rand(hidden) + 0.5
+    if kind == "tokens":
+        ends = ("model.embed_tokens", "lm_head")
+        fields["trainable_token_indices"] = {end: [*range(RANK)] for end in ends}
+        for end in ends:
+            name = f"base_model.model.{end}.token_adapter.trainable_tokens_delta"
+            tensors[name] = torch.randn(RANK, hidden) / 64
     save_file(tensors, file)
     fields |= {"use_dora": kind == "dora", "lora_bias": kind == "biased"}
     config.write_text(json.dumps(fields))

@@ -21,6 +21,7 @@ from modeling.adapters.host_cache import (
 from modeling.adapters.host_pages import PAGE_ROWS
 from modeling.adapters.output_rows import OutputRows
 from modeling.adapters.projection import (
+    TOKEN_KINDS,
     WHOLE_KINDS,
     BaseLinear,
     BaseRows,
@@ -89,6 +90,7 @@ class AdapterBank:
     ranks: int32 [slots, projections, layers], on the device; without experts.
     embedding, head, norms: the index of each one's projection; None where adapters cannot change
     it.
+    token_rows: the indices of trained tokens of embedding and head; None without.
     output_rows: int32 [slots, projections, 2], on the device: `DeviceAdapter.output_rows`.
     Pools and tables keep their addresses, so that CUDA graphs may use them.
     """
@@ -112,6 +114,8 @@ class AdapterBank:
         self.embedding = kinds.get(ProjectionKind.EMBEDDING)
         self.head = kinds.get(ProjectionKind.HEAD)
         self.norms = kinds.get(ProjectionKind.NORMS)
+        rows = [kinds[kind] for kind in TOKEN_KINDS.values() if kind in kinds]
+        self.token_rows = (rows[0], rows[1]) if len(rows) == 2 else None
         self.pools = tuple(
             _empty_pool(p, size.pages_of(p), dtype, device) for p in self.projections
         )

@@ -95,6 +95,19 @@ class WholeAdapters(Protocol):
 
 
 @runtime_checkable
+class TokenAdapters(Protocol):
+    """What a step's trained tokens set (`token_rows.py`)."""
+
+    def set_embedded(self, y: Tensor, input_ids: Tensor) -> None:
+        """Set trained tokens in y [tokens, hidden], which is summed over the ranks."""
+        ...
+
+    def set_logits(self, z: Tensor, x: Tensor) -> None:
+        """Set trained tokens' logits in z [n, vocab_size], which is gathered from the ranks."""
+        ...
+
+
+@runtime_checkable
 class EndAdapters(Protocol):
     """What a step's adapters do at embedding and head (`vocabulary.py`)."""
 

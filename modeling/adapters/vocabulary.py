@@ -21,7 +21,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from modeling.adapters.bank import PAGE_ROWS, AdapterBank
-from modeling.adapters.product import AdapterData, EndAdapters, OutputSlice, TokenGroup
+from modeling.adapters.product import (
+    AdapterData,
+    EndAdapters,
+    OutputSlice,
+    TokenAdapters,
+    TokenGroup,
+)
 from modeling.adapters.projection import (
     ROUTED_KINDS,
     TOKEN_KINDS,
@@ -37,7 +43,6 @@ from sharding.linear_weight import LinearWeight
 from sharding.slicing import whole
 
 VOCABULARY_KINDS = tuple(kind for kind in ProjectionKind if kind.of_vocabulary)
-REPLACING_KINDS = (*WHOLE_KINDS.values(), *TOKEN_KINDS.values())
 
 
 @dataclass(frozen=True)
@@ -212,11 +217,17 @@ def adapts_more(bank: AdapterBank, slots: Sequence[int]) -> bool:
 def needs_launches(bank: AdapterBank, slots: Sequence[int]) -> bool:
     """Whether some adapter of a step (-1: base) changes what captured steps leave as it is.
 
-    Those are rows of the embedding or the head and whole linear maps, which are replaced, experts
-    and routers.
+    Those are a whole embedding, head or linear map, experts, routers, and more trained tokens than
+    the largest rank.
     """
-    kinds = (*REPLACING_KINDS, *ROUTED_KINDS, ProjectionKind.WHOLE_LINEAR)
-    return bank.changes(slots, kinds)
+    kinds = (*WHOLE_KINDS.values(), *ROUTED_KINDS, ProjectionKind.WHOLE_LINEAR)
+    if bank.changes(slots, kinds):
+        return True
+    rows = bank.token_rows
+    if rows is None or not bank.changes(slots, TOKEN_KINDS.values()):
+        return False
+    adapters = [bank.loaded(slot) for slot in set(slots) if slot >= 0]
+    return any(each.rank(at, 0) > bank.size.max_rank for each in adapters for at in rows)
 
 
 def _routed_groups(bank: AdapterBank, slots: npt.NDArray[np.int64]) -> list[TokenGroup]:
@@ -253,7 +264,7 @@ def embed_adapted(
     if isinstance(adapter_data, EndAdapters):
         adapter_data.embed(y, *base.local_ids(input_ids))
     y = base.reduce(y)
-    if isinstance(adapter_data, VocabularyAdapters):
+    if isinstance(adapter_data, TokenAdapters):
         adapter_data.set_embedded(y, input_ids)
     return y
 
@@ -264,6 +275,6 @@ def logits_adapted(base: ParallelHead, x: Tensor, adapter_data: AdapterData | No
     if isinstance(adapter_data, EndAdapters):
         adapter_data.logits(z, x)
     z = base.gather(z)
-    if isinstance(adapter_data, VocabularyAdapters):
+    if isinstance(adapter_data, TokenAdapters):
         adapter_data.set_logits(z, x)
     return z

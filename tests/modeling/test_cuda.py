@@ -40,7 +40,14 @@ pytestmark = [
 
 NAMES = [BASE, *ADAPTERS]
 CHANGING = ("plain", "dora", "some", "biased", "trained")
-CAPTURED = ("llama_dora", "vocabulary", "llama_norms", "generic_norms")
+CAPTURED = (
+    "llama_dora",
+    "vocabulary",
+    "llama_norms",
+    "generic_norms",
+    "llama_tokens",
+    "gpt2_tokens",
+)
 NORMS = ("norms", "plain", "last", "scarce")
 ADAPTERS_BY_TURNS = ("r8", "r24", "patterns")
 
@@ -83,6 +90,7 @@ def make_runner(
 KINDS = [
     (("llama", "gqa"), NAMES),
     (("llama_tokens", "odd_vocab_tied"), [BASE, "tokens", "embedding", "both", "plain", "head"]),
+    (("gpt2_tokens", "plain"), [BASE, "tokens", "plain", "head"]),
     (("gpt2_parameters", "plain"), [BASE, "parameters", "some", "plain"]),
     (("llama_dora", "gqa"), [BASE, *CHANGING]),
     (("gpt2_dora", "plain"), [BASE, *CHANGING]),

@@ -24,7 +24,7 @@ from modeling.adapters.kernels.triton_shrink import (
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _sums(
+def sums_of(
     partials: "Any", rows: "Any", live: "Any", r: "Any", rank: "Any", num_splits: "Any",
     split_stride: "Any",
     SPLITS: tl.constexpr, SUMMED: tl.constexpr,
@@ -87,7 +87,7 @@ def _expand_tile(
         out_mask = live[None, :] & (n < width)[:, None]
         # Not before the wait: the base product, which wrote y, may be the kernel ahead.
         old = tl.load(out, mask=out_mask, other=0.0)
-        s = _sums(partials, rows, live, r, rank, num_splits, split_stride, SPLITS, SUMMED)
+        s = sums_of(partials, rows, live, r, rank, num_splits, split_stride, SPLITS, SUMMED)
         zeros = tl.zeros([n.shape[0], live.shape[0]], dtype=tl.float32)
         acc = _expanded(b_tile, s, zeros)
         for _ in range(ROWS, tl.minimum(rank, MAX_RANK), ROWS):
@@ -95,7 +95,7 @@ def _expand_tile(
             b_rows = pool_rows(bt, pages_of(table, r, TABLE_PAGES), layer, r, width, LAYERS)
             b_mask = (r < rank)[:, None] & (n < width)[None, :]
             b_tile = tl.load(b_rows[:, None] + n[None, :], mask=b_mask, other=0.0)
-            s = _sums(partials, rows, live, r, rank, num_splits, split_stride, SPLITS, SUMMED)
+            s = sums_of(partials, rows, live, r, rank, num_splits, split_stride, SPLITS, SUMMED)
             acc = _expanded(b_tile, s, acc)
         # Added in float32, so that the delta is rounded once, with the sum.
         total = old.to(tl.float32)

@@ -6,7 +6,6 @@ grids that are large enough for any mix of as many tokens. So a captured `add` s
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,38 +19,19 @@ from modeling.adapters.kernels.triton_base import Shrink, launch_product, takes
 from modeling.adapters.kernels.triton_embed import embed_kernel
 from modeling.adapters.kernels.triton_expand import expand_kernel
 from modeling.adapters.kernels.triton_forms import Blocks, Form, forms_of
+from modeling.adapters.kernels.triton_groups import (
+    MAX_TARGETS,
+    LaunchGroup,
+    group_of,
+    split_columns,
+)
 from modeling.adapters.kernels.triton_product import MAX_BLOCKS, MAX_SUMS, product_form
 from modeling.adapters.kernels.triton_shrink import shrink_kernel
+from modeling.adapters.kernels.triton_tokens import set_embedded_kernel, set_logits_kernel
+from modeling.adapters.peft_tokens import DIGIT, NUM_DIGITS
 from modeling.adapters.product import OutputSlice
 from modeling.triton_launch import Launcher, aligned, has_dependent_launch, launch_options
 from sharding.linear_weight import LinearWeight
-
-MAX_TARGETS = 3
-"""Projections of one launch."""
-
-
-@dataclass(frozen=True)
-class LaunchGroup:
-    """Projections of one launch, padded to three by projections of width 0.
-
-    key: the group's number among those of a plan.
-    count: projections, without padding.
-    a, bt: their pools.
-    projections: their indices.
-    outputs, offsets: how many columns of y each changes, from which one on.
-    inputs: columns of x.
-    layers: layers of a pool.
-    """
-
-    key: int
-    count: int
-    a: tuple[Tensor, ...]
-    bt: tuple[Tensor, ...]
-    projections: tuple[int, ...]
-    outputs: tuple[int, ...]
-    offsets: tuple[int, ...]
-    inputs: int
-    layers: int
 
 
 class TritonPlan:
@@ -74,6 +54,8 @@ class TritonPlan:
         self.dependent_launch = has_dependent_launch(device)
         self.shrink, self.expand = Launcher(shrink_kernel), Launcher(expand_kernel)
         self.embed = Launcher(embed_kernel)
+        self.set_embedded = Launcher(set_embedded_kernel)
+        self.set_logits = Launcher(set_logits_kernel)
         used = self._used_forms()
         records = max(self.max_tiles(tokens) * (HEADER + form.tile_tokens) for form, tokens in used)
         partials = max(form.splits * tokens for form, tokens in used)
@@ -141,6 +123,8 @@ class TritonPlan:
         if num_tiles is not None:
             return TritonBatch(self, num_tokens, num_tiles)
         kind = TritonBatch if self.bank.embedding is None else TritonEnds
+        if kind is TritonBatch and self.bank.token_rows is not None:
+            kind = TritonRows
         captured = kind(self, num_tokens, self.max_tiles(num_tokens))
         if self.bank.norms is not None:
             captured.norm_pages = self.norm_pages[:num_tokens]
@@ -150,7 +134,7 @@ class TritonPlan:
         """Return what a launch for these targets reads, made once."""
         found = self._groups.get(targets)
         if found is None:
-            found = self._groups[targets] = _group(self.bank, targets, len(self._groups))
+            found = self._groups[targets] = group_of(self.bank, targets, len(self._groups))
         return found
 
     def _used_forms(self) -> list[tuple[Form, int]]:
@@ -226,7 +210,9 @@ class TritonBatch:
         form = self._product
         assert form is not None
         group = self._plan.group(targets)
-        split_width, num_splits = _split(group.inputs, form.shrink_columns, form.shrink_splits)
+        split_width, num_splits = split_columns(
+            group.inputs, form.shrink_columns, form.shrink_splits
+        )
         blocks, tile_programs = self._grid(group.count * num_splits)
         # fmt: off
         arguments = (
@@ -265,7 +251,7 @@ class TritonBatch:
         """s[p, r] = sum_i x[token(p), i] A[row(p, r), i], as partial sums; returns their number."""
         blocks = self._form.shrink
         splits = self._constants["SPLITS"]
-        split_width, num_splits = _split(group.inputs, blocks.columns, splits)
+        split_width, num_splits = split_columns(group.inputs, blocks.columns, splits)
         # fmt: off
         arguments = (
             x, *group.a, *self._tables, *self._counters, *group.projections, layer,
@@ -304,7 +290,54 @@ class TritonBatch:
         }
 
 
-class TritonEnds(TritonBatch):
+class TritonRows(TritonBatch):
+    """The adapters of a captured step, with trained tokens; see `TokenAdapters`.
+
+    Every token gets logits, if any does.
+    """
+
+    def set_embedded(self, y: Tensor, input_ids: Tensor) -> None:
+        """y[t] = R[r] where token t is row r's; y: [tokens, hidden], input_ids: int64 [tokens]."""
+        if self._plan.bank.token_rows is None:
+            return
+        plan, index = self._plan, self._plan.bank.token_rows[0]
+        group = plan.group((OutputSlice(index, 0),))
+        # fmt: off
+        arguments = (
+            y, input_ids, group.a[0], group.bt[0], *self._tables[:3], index, group.inputs,
+            y.stride(0),
+        )
+        # fmt: on
+        names = ("PROJECTIONS", "TABLE_PAGES", "TABLE_LAYERS", "HEADER", "BLOCK_M")
+        constants = self._token_constants(group, names) | {"COLUMNS": 256}
+        key = (*self._key, group.key, y.dtype, aligned(y, input_ids))
+        plan.set_embedded(key, (self._num_tiles,), arguments, constants, {"num_warps": 4})
+
+    def set_logits(self, z: Tensor, x: Tensor) -> None:
+        """z[t, id(r)] = sum_i R[r, i] x[t, i]; z: [tokens, vocab_size], x: [tokens, hidden]."""
+        if self._plan.bank.token_rows is None:
+            return
+        plan, index = self._plan, self._plan.bank.token_rows[1]
+        group = plan.group((OutputSlice(index, 0),))
+        splits = self._shrink(x, 0, group)
+        # fmt: off
+        arguments = (
+            z, group.bt[0], *self._tables, index, z.stride(0), splits, self._num_tokens,
+        )
+        # fmt: on
+        names = ("PROJECTIONS", "TABLE_PAGES", "TABLE_LAYERS", "MAX_RANK", "HEADER", "SPLITS")
+        constants = self._token_constants(group, (*names, "SUMMED", "BLOCK_M"))
+        key = (*self._key, group.key, z.dtype, aligned(z))
+        plan.set_logits(key, (self._num_tiles,), arguments, constants, {"num_warps": 4})
+
+    def _token_constants(self, group: LaunchGroup, names: Sequence[str]) -> dict[str, Any]:
+        """Return the constants of these names, and those of rows of tokens."""
+        own = {"LAYERS": group.layers, "ROWS": self._form.rank_rows}
+        known = {name: self._constants[name] for name in names}
+        return known | own | {"DIGITS": NUM_DIGITS, "DIGIT": DIGIT}
+
+
+class TritonEnds(TritonRows):
     """The adapters of a captured step, of embedding and head too; see `EndAdapters`.
 
     Every token gets logits, if any does.
@@ -342,32 +375,3 @@ def triton_batch(bank: AdapterBank, slots: Sequence[int], lengths: Sequence[int]
     num_tokens = sum(lengths)
     plan = TritonPlan(bank, num_tokens)
     return plan.batch(num_tokens, plan.update(slots, lengths))
-
-
-def _group(bank: AdapterBank, targets: tuple[OutputSlice, ...], key: int) -> LaunchGroup:
-    """Gather the pools of up to three projections that share x."""
-    indices = [target.projection for target in targets]
-    layers = {bank.projections[index].num_layers for index in indices}
-    inputs = {bank.projections[index].local_inputs for index in indices}
-    assert len(layers) == len(inputs) == 1, f"projections of one x differ: {indices}"
-    padding = MAX_TARGETS - len(targets)
-    # Padded targets repeat the last pool; no program is launched for them.
-    padded = indices + indices[-1:] * padding
-    return LaunchGroup(
-        key=key,
-        count=len(targets),
-        a=tuple(bank.pools[index].a for index in padded),
-        bt=tuple(bank.pools[index].bt for index in padded),
-        projections=tuple(padded),
-        outputs=(*(bank.projections[i].local_outputs for i in indices), *[0] * padding),
-        offsets=(*(target.offset for target in targets), *[0] * padding),
-        inputs=inputs.pop(),
-        layers=layers.pop(),
-    )
-
-
-def _split(inputs: int, columns: int, splits: int) -> tuple[int, int]:
-    """Cut x's width into up to `splits` parts of whole tiles: a part's columns, and how many."""
-    num_columns = -(-inputs // columns)
-    split_width = -(-num_columns // splits) * columns
-    return split_width, -(-inputs // split_width)

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from modeling.adapters.kernels.triton_forms import Blocks, Form
-from modeling.adapters.product import EndAdapters, OutputSlice
+from modeling.adapters.peft_tokens import NUM_DIGITS, digits_of
+from modeling.adapters.product import EndAdapters, OutputSlice, TokenAdapters
 from modeling.adapters.projection import ProjectionKind
 from modeling.quantisation.activations import by_token, rounded_by_token
 from sharding.linear_weight import DenseWeight, Operands
-from tests.modeling.adapters.loaded_bank import NUM_LAYERS, Case, fill_bank, truth
+from tests.modeling.adapters.loaded_bank import NUM_LAYERS, Case, fill_bank, rows_of, truth
 from tests.modeling.attention.test_triton_interpreted import Interpreted
 
 pytestmark = pytest.mark.skipif(
@@ -100,6 +101,46 @@ def test_base_products_of_one_launch_with_the_shrink(monkeypatch: pytest.MonkeyP
     base = plan.batch(len(slots), 0)
     assert not base.has_product(x, rounded, case.targets), "nothing joins the product"
     assert base.has_product(x, DenseWeight(matrix), case.targets)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_trained_tokens_in_a_captured_step(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    pytest.importorskip("triton")
+    from modeling.adapters.kernels import triton_plan
+
+    monkeypatch.setattr(triton_plan, "Launcher", Interpreted)
+    vocab, hidden = 5000, 280
+    ranks = torch.tensor([0, *RANKS])[:, None, None].repeat(1, 2, NUM_LAYERS)
+    kinds = {0: ProjectionKind.EMBEDDING_TOKENS, 1: ProjectionKind.HEAD_TOKENS}
+    bank = fill_bank([(hidden, NUM_DIGITS)] * 2, ranks, dtype, CPU, max_rank=32, kinds=kinds)
+    trained = torch.randperm(vocab)[: int(ranks.max())]
+    own = {}
+    for slot in range(len(ranks)):
+        for at, pool in enumerate(bank.pools):
+            page, row = rows_of(bank, slot, at, int(ranks[slot, at, 0]))
+            pool.bt[page, 0, row] = digits_of(trained[: len(row)]).t().to(dtype)
+            own[slot, at] = pool.a[page, 0, row]
+    of = torch.arange(30) % 10 - 1
+    plan: Any = triton_plan.TritonPlan(bank, len(of), [FORM])
+    plan.partials.fill_(float("nan"))
+    plan.update(of.tolist(), [1] * len(of))
+    data = plan.batch(len(of))
+    assert isinstance(data, TokenAdapters)
+    assert not isinstance(data, EndAdapters)
+    which = torch.randint(len(trained), of.shape)
+    y, z = torch.randn(len(of), hidden).to(dtype), torch.randn(len(of), vocab + 3).to(dtype)[:, :-3]
+    embedded, logits = y.clone(), z.double()
+    for token, slot in enumerate(of.tolist()):
+        rows, columns = own.get((slot, 0), y[:0]), own.get((slot, 1), y[:0])
+        logits[token, trained[: len(columns)]] = columns.double() @ y[token].double()
+        if which[token] < len(rows):
+            embedded[token] = rows[which[token]]
+    data.set_logits(z, y)
+    data.set_embedded(y, trained[which])
+    assert torch.equal(y, embedded)
+    torch.testing.assert_close(z.double(), logits, rtol=2e-3, atol=2e-3)
 
 
 @pytest.mark.parametrize("foreign", [True, False])
