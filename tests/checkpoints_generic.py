@@ -128,11 +128,8 @@ GENERIC_ADAPTERS = {
     "rows": AdapterRecipe(r=6, target_modules=ROWS, std=0.1, seed=17),
     "patterns": AdapterRecipe(
         r=4, target_modules=(*COLUMNS, *ROWS), use_rslora=True, seed=18, std=0.05,
-        extra={
-            "layers_to_transform": [1, 3],
-            "rank_pattern": {"v_proj": 12},
-            "alpha_pattern": {"o_proj": 3},
-        },
+        layers_to_transform=[1, 3],
+        extra={"rank_pattern": {"v_proj": 12}, "alpha_pattern": {"o_proj": 3}},
     ),
 }  # fmt: skip
 
