@@ -72,3 +72,9 @@ WHOLE_LINEARS: Mapping[Model, tuple[str, ...]] = {
     ("generic_whole", "olmo2"): ("gate_proj", "v_proj", "down_proj"),
 }
 """The linear maps that adapters of the kind bring."""
+
+
+def once(suffix: str) -> list[tuple[str, str, int]]:
+    """Each family of a kind, its variant, and ranks: `parity_cells.py` tries all of them."""
+    ranks = {"llama": 4, "gpt2": 1, "generic": 2}
+    return [(f"{family}_{suffix}", variant, ranks[family]) for family, variant in MODELS]

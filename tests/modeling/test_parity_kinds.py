@@ -14,6 +14,7 @@ from modeling.adapters.peft import open_adapter
 from modeling.adapters.token_rows import TokenRows
 from modeling.runner.adapter_check import adaptable
 from tests.checkpoints import AdapterRecipe, load_oracle, write_adapter
+from tests.modeling.kinds import once
 from tests.modeling.parity import (
     ADAPTERS,
     BASE,
@@ -29,25 +30,22 @@ from tests.modeling.test_parity_peft import check_served
 # PEFT looks for patterns of parameters among modules, and warns that it found none.
 pytestmark = pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")
 
-PARAMETERS = {"llama_parameters": "gqa", "gpt2_parameters": "plain", "generic_parameters": "olmo2"}
 TOKENS = [
-    *(("llama_tokens", "odd_vocab"), ("llama_tokens", "odd_vocab_tied")),
-    *(("gpt2_tokens", "plain"), ("generic_tokens", "olmo2")),
+    *(("llama_tokens", "odd_vocab", 2), ("llama_tokens", "odd_vocab_tied", 4)),
+    *(("gpt2_tokens", "plain", 1), ("generic_tokens", "olmo2", 2)),
 ]
 ROWS = ["tokens", BASE, "embedding", "both", "plain", "head"]
 MIXED = ["parameters", BASE, "some", "plain"]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize(("family", "variant"), PARAMETERS.items())
+@pytest.mark.parametrize(("family", "variant", "ranks"), once("parameters"))
 def test_parameters_together(world: World, family: str, variant: str, ranks: int) -> None:
     """Prompts in chunks beside rows that decode; each request is preempted once."""
     compare(world, Setting(family, variant, ranks, MIXED, rejoins_at=3))
 
 
-@pytest.mark.parametrize(("family", "variant"), PARAMETERS.items())
-def test_parameters_alone(world: World, family: str, variant: str) -> None:
-    compare(world, Setting(family, variant, 1, ["parameters"], chunk=WHOLE))
+def test_parameters_alone(world: World) -> None:
+    compare(world, Setting("gpt2_parameters", "plain", 1, ["parameters"], chunk=WHOLE))
 
 
 @pytest.mark.parametrize("variant", ["odd_vocab", "odd_vocab_tied"])
@@ -62,8 +60,7 @@ def test_parameters_under_the_scheduler(world: World) -> None:
     compare(world, Setting("gpt2_parameters", "plain", 2, names, lengths=lengths))
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize(("family", "variant"), TOKENS)
+@pytest.mark.parametrize(("family", "variant", "ranks"), TOKENS)
 def test_tokens_together(world: World, family: str, variant: str, ranks: int) -> None:
     """Prompts in chunks beside rows that decode; each request is preempted once."""
     compare(world, Setting(family, variant, ranks, ROWS, rejoins_at=3))

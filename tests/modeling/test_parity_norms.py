@@ -18,6 +18,7 @@ from modeling.adapters.product import AdapterData
 from modeling.adapters.token_rows import groups_of
 from modeling.runner.adapter_check import adaptable
 from tests.checkpoints import AdapterRecipe, write_adapter
+from tests.modeling.kinds import once
 from tests.modeling.parity import (
     BASE,
     WHOLE,
@@ -28,14 +29,12 @@ from tests.modeling.parity import (
     expect_mismatch,
 )
 
-VARIANTS = {"llama_norms": "gqa", "gpt2_norms": "plain", "generic_norms": "olmo2"}
 MIXED = ["norms", BASE, "last", "plain", "scarce"]
 FILE = "adapter_model.safetensors"
 NORM = "base_model.model.model.norm.weight"
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize(("family", "variant"), VARIANTS.items())
+@pytest.mark.parametrize(("family", "variant", "ranks"), once("norms"))
 def test_together(world: World, family: str, variant: str, ranks: int) -> None:
     """Prompts in chunks beside rows that decode; each request is preempted once."""
     compare(world, Setting(family, variant, ranks, MIXED, rejoins_at=3))
