@@ -17,7 +17,15 @@ from modeling.runner.paged import ModelRunner
 from sharding.embedding import ParallelHead, VocabParallelEmbedding
 from sharding.group import SingleRank
 from tests.checkpoints import AdapterRecipe, write_adapter, write_llama
-from tests.modeling.parity import BASE, Setting, World, compare, engine_config, expect_mismatch
+from tests.modeling.parity import (
+    BASE,
+    Setting,
+    World,
+    compare,
+    engine_config,
+    expect_mismatch,
+    place_all,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
 
@@ -158,6 +166,16 @@ def test_pools_are_told_to_the_scheduler(model: Path) -> None:
     with pytest.raises(AdapterError, match=r"needs 2 pages of embed_tokens\.tokens") as refused:
         few.stage(FetchedAdapter(AdapterKey(2), "b", str(folder), "b"))
     assert refused.value.refusal is AdapterRefusal.TOO_LARGE
+
+
+def test_trained_tokens_are_captured_up_to_the_largest_rank(model: Path) -> None:
+    runner = runner_for(model, OPEN.model_copy(update={"max_rank": 8}))
+    recipes = [AdapterRecipe(extra={"trainable_token_indices": [*range(n)]}) for n in (8, 9)]
+    places = [model.parent / name for name in "ab"]
+    folders = [write_adapter(*each) for each in zip(places, [model] * 2, recipes, strict=True)]
+    place_all(runner, folders)
+    found = [vocabulary.needs_launches(runner._bank, [-1, slot]) for slot in (-1, 0, 1)]
+    assert found == [False, False, True]
 
 
 def test_a_trained_copy_of_the_base_weight_is_refused(model: Path) -> None:
