@@ -14,17 +14,17 @@ from tests.modeling.parity import WHOLE, Comparison, Setting
 from tests.oracle import MIN_MARGIN, MIN_SHIFT, NUM_TOKENS, TOLERANCE
 
 KIND_WAYS = ("alone", "mixed", "in chunks", "preempted", "prefix hits")
-KIND_OF = {
+KIND_OF: dict[tuple[str, ...], str] = {
     **{
-        (family, name): kind
+        (*model, name): kind
         for kind, each in KINDS.items()
-        for (family, _), names in each.names.items()
+        for model, names in each.names.items()
         for name in names
     },
-    **{(family, "activated"): "aLoRA" for family, _ in MODELS},
-    **{(family, "score"): "classification head" for family, _ in MODELS},
+    **{(*model, "activated"): "aLoRA" for model in MODELS},
+    **{(*model, "score"): "classification head" for model in MODELS},
 }
-"""Kinds of adapters in the table, by family and name."""
+"""Kinds of adapters in the table, by family, variant and name."""
 
 PADDED = "padded"
 """What the settings of models without a paged implementation call their family."""
@@ -81,6 +81,12 @@ vocabulary equals the oracle's, on every rank.
 * Scheduled: by the real scheduler with its prefix cache, with prompts of lengths around a border.
   Other batches are made by hand.
 * Ranks rebuilt: all ranks are lost during the answer, and new ones continue.
+"""
+
+
+KINDS_READING = """\
+On how many ranks each is right. Prefix hits are asserted. A classification head is read at a
+prompt's end, so its answers have no tokens at which they could be preempted.
 """
 
 
@@ -190,10 +196,9 @@ class Outcome:
         for name in setting.names:
             cell = Cell(setting.family == PADDED, model, way(setting), setting.ranks, name)
             self.cells[cell] = self.cells.get(cell, True) and name in seen.right
-            for told in ways_of_kind(setting) if (setting.family, name) in KIND_OF else ():
-                known = self.kinds.setdefault(
-                    (KIND_OF[setting.family, name], seen.architecture, told), {}
-                )
+            kind = KIND_OF.get((setting.family, setting.variant, name))
+            for told in ways_of_kind(setting) if kind else ():
+                known = self.kinds.setdefault((str(kind), seen.architecture, told), {})
                 known[setting.ranks] = known.get(setting.ranks, True) and name in seen.right
         self.error = max(self.error, seen.error)
         return seen.right >= set(setting.names)
@@ -282,7 +287,7 @@ def outcome_text(outcome: Outcome) -> str:
     """All tables of outcomes."""
     paged = {cell: right for cell, right in outcome.cells.items() if not cell.padded}
     padded = {cell: right for cell, right in outcome.cells.items() if cell.padded}
-    parts = ["## Kinds of adapters\n", "On how many ranks each is right.\n"]
+    parts = ["## Kinds of adapters\n", KINDS_READING]
     parts += [kinds_table(outcome.kinds)]
     parts += ["## Paged models\n", cells_table(paged), "## Padded models\n"]
     parts += ["transformers' own code, batched by padding; on one rank.\n", cells_table(padded)]
