@@ -44,6 +44,10 @@ __all__ = [
 ]
 
 
+CAPTURES_TOKENS = False
+"""Whether captured steps set trained tokens: no GPU has run those kernels yet."""
+
+
 @dataclass(frozen=True)
 class BankSize:
     """The sizes of a bank.
@@ -90,7 +94,8 @@ class AdapterBank:
     ranks: int32 [slots, projections, layers], on the device; without experts.
     embedding, head, norms: the index of each one's projection; None where adapters cannot change
     it.
-    token_rows: the indices of trained tokens of embedding and head; None without.
+    token_rows: the indices of trained tokens of embedding and head, which captured steps set; None
+    where they do not.
     output_rows: int32 [slots, projections, 2], on the device: `DeviceAdapter.output_rows`.
     Pools and tables keep their addresses, so that CUDA graphs may use them.
     """
@@ -115,7 +120,7 @@ class AdapterBank:
         self.head = kinds.get(ProjectionKind.HEAD)
         self.norms = kinds.get(ProjectionKind.NORMS)
         rows = [kinds[kind] for kind in TOKEN_KINDS.values() if kind in kinds]
-        self.token_rows = (rows[0], rows[1]) if len(rows) == 2 else None
+        self.token_rows = (rows[0], rows[1]) if rows and CAPTURES_TOKENS else None
         self.pools = tuple(
             _empty_pool(p, size.pages_of(p), dtype, device) for p in self.projections
         )
