@@ -119,8 +119,7 @@ class AdapterBank:
         self.embedding = kinds.get(ProjectionKind.EMBEDDING)
         self.head = kinds.get(ProjectionKind.HEAD)
         self.norms = kinds.get(ProjectionKind.NORMS)
-        rows = [kinds[kind] for kind in TOKEN_KINDS.values() if kind in kinds]
-        self.token_rows = (rows[0], rows[1]) if rows and CAPTURES_TOKENS else None
+        self.token_rows = _token_rows(kinds)
         self.pools = tuple(
             _empty_pool(p, size.pages_of(p), dtype, device) for p in self.projections
         )
@@ -132,12 +131,10 @@ class AdapterBank:
             size.slots, count, max_pages, dtype=torch.int32, device=device
         )
         self.ranks = torch.zeros(size.slots, count, layers, dtype=torch.int32, device=device)
-        fields = len(OutputRows._fields)
-        self.output_rows = torch.full(
-            (size.slots, count, fields), -1, dtype=torch.int32, device=device
-        )
-        on_cuda = device.type == "cuda"
+        shape = (size.slots, count, len(OutputRows._fields))
+        self.output_rows = torch.full(shape, -1, dtype=torch.int32, device=device)
         # The source of a slot's tables on the device: rewritten only after the slot's last copy.
+        on_cuda = device.type == "cuda"
         self._host_table = torch.zeros(self.page_table.shape, dtype=torch.int32, pin_memory=on_cuda)
         self._host_ranks = torch.zeros(self.ranks.shape, dtype=torch.int32, pin_memory=on_cuda)
         self._host_output_rows = torch.zeros(
@@ -284,6 +281,12 @@ class AdapterBank:
         own = [adapter.output_rows(index) for index in range(len(self.projections))]
         self._host_output_rows[slot] = torch.tensor(own, dtype=torch.int32)
         self.output_rows[slot].copy_(self._host_output_rows[slot], non_blocking=True)
+
+
+def _token_rows(kinds: Mapping[ProjectionKind, int]) -> tuple[int, int] | None:
+    """Return what `AdapterBank.token_rows` is, by each kind's projection."""
+    rows = [kinds[kind] for kind in TOKEN_KINDS.values() if kind in kinds]
+    return (rows[0], rows[1]) if rows and CAPTURES_TOKENS else None
 
 
 def _empty_pool(
