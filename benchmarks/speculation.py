@@ -70,6 +70,22 @@ class GuessingDrafter(Drafter):
         return tuple(t if self._random.random() < self._share else t + 1 for t in found)
 
 
+class KnownText(Drafter):
+    """Drafts of a text that is known, every sixth token wrong."""
+
+    def __init__(self, text: Sequence[int]) -> None:
+        super().__init__()
+        self._text = text
+
+    def find(
+        self, tokens: Sequence[int], length: int, guessed: Sequence[int] = ()
+    ) -> tuple[int, ...]:
+        """Return what follows in the text."""
+        known = len(tokens) + len(guessed)
+        found = enumerate(self._text[known : known + length], known)
+        return tuple(token ^ (position % 6 == 0) for position, token in found)
+
+
 class Serving:
     """A runner under a scheduler, two plans in flight, as a driver and its rank have it."""
 
@@ -78,16 +94,17 @@ class Serving:
         self._scheduler = Scheduler(limits, capacity_of(runner.report))
         self._flying: deque[tuple[StepPlan, StepOutput]] = deque()
         self.num_steps = 0
+        self.requests: list[Request] = []
         self._seconds: defaultdict[int, list[float]] = defaultdict(list)
         self._landed = time.perf_counter()
 
-    def answer(self, rows: int, tokens: int, right: float) -> float:
+    def answer(self, tokens: int, drafters: Sequence[Drafter]) -> float:
         """Return the seconds from the first generated token of all rows to the last."""
-        requests = []
-        for index in range(rows):
+        rows, requests = len(drafters), self.requests
+        for index, drafter in enumerate(drafters):
             prompt = [5 + index, *range(5, 4 + PROMPT)]
             request = Request(("r", index), prompt, Sampling(), Stopping(tokens))
-            request.drafter = GuessingDrafter(right, index)
+            request.drafter = drafter
             self._scheduler.add(request, 0.0)
             requests.append(request)
         self._run(lambda: all(each.num_generated for each in requests))
@@ -118,8 +135,10 @@ class Serving:
                 self._landed = time.perf_counter()
 
 
-def make_runner(folder: Path, options: argparse.Namespace) -> ModelRunner:
-    """Return a runner with a head of zeros."""
+def make_runner(
+    folder: Path, options: argparse.Namespace
+) -> tuple[ModelRunner, Callable[[], None]]:
+    """Return a runner with a head of zeros, and what gives it the head's weights."""
     write_model(folder, options.shape, layers=options.layers)
     rows = max(options.rows)
     total, step = PROMPT + options.tokens, min(rows, PROMPTS_AT_ONCE) * PROMPT
@@ -139,14 +158,20 @@ def make_runner(folder: Path, options: argparse.Namespace) -> ModelRunner:
     model = cast(nn.Module, loading.parts.weights.model)
     heads = [weight for name, weight in model.named_parameters() if "lm_head" in name]
     assert heads, "a model without a head of its own"
+    kept = [weight.data.clone() for weight in heads]
+
+    def restore() -> None:
+        for weight, own in zip(heads, kept, strict=True):
+            weight.data.copy_(own)
+
     for weight in heads:
         weight.data.zero_()
-    return loading.allocate()
+    return loading.allocate(), restore
 
 
 def measure(options: argparse.Namespace, folder: Path) -> None:
     """Print each case's tokens a second with drafts and without: medians over turns."""
-    runner = make_runner(folder, options)
+    runner, restore_head = make_runner(folder, options)
     most = max(options.rows)
     step = min(most, PROMPTS_AT_ONCE) * PROMPT
     limits = Limits(max_step_tokens=step, max_running=most, prefix_caching=False)
@@ -158,7 +183,8 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
             for _ in range(options.turns):
                 for name, used in (("without", limits), ("with", drafting)):
                     serving = Serving(runner, used)
-                    seconds = serving.answer(rows, options.tokens, right)
+                    drafters = [GuessingDrafter(right, index) for index in range(rows)]
+                    seconds = serving.answer(options.tokens, drafters)
                     rates[name].append(rows * options.tokens / seconds)
                     steps[name] = serving.num_steps
                     lengths = serving.step_seconds()
@@ -171,6 +197,35 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
             )
             costs = ", ".join(f"{n}: {s * 1e3:.2f}" for n, s in lengths.items())
             print(f"{'':9} ms of a step, by the length of its drafts: {costs}", flush=True)
+
+    restore_head()
+    compare(runner, limits, drafting, options.tokens)
+
+
+def compare(runner: ModelRunner, limits: Limits, drafting: Limits, tokens: int) -> None:
+    """Print how many answers drafts change by rounding, and other rows beside them without drafts.
+
+    The weights are random, so the best two logits are nearer than a trained model's.
+    """
+
+    def answers(used: Limits, drafters: Sequence[Drafter]) -> list[list[int]]:
+        serving = Serving(runner, used)
+        serving.answer(tokens, drafters)
+        return [request.tokens for request in serving.requests]
+
+    rows = limits.max_running
+    plain = answers(limits, [Drafter() for _ in range(rows)])
+    fewer = answers(limits, [Drafter() for _ in range(-(-rows // 2))])
+    drafted = answers(drafting, [KnownText(text) for text in plain])
+    for name, found in (("drafts", drafted), ("half of the rows", fewer)):
+        pairs = list(zip(found, plain, strict=False))
+        same = sum(one == other for one, other in pairs)
+        firsts = [
+            next((i for i, (a, b) in enumerate(zip(*pair, strict=True)) if a != b), len(pair[0]))
+            for pair in pairs
+        ]
+        mean = statistics.mean(firsts) - PROMPT
+        print(f"{name}: {same} of {len(pairs)} answers are the same, on average {mean:.0f} tokens")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
