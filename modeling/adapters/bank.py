@@ -44,10 +44,6 @@ __all__ = [
 ]
 
 
-CAPTURES_TOKENS = False
-"""Whether captured steps set trained tokens: no GPU has run those kernels yet."""
-
-
 @dataclass(frozen=True)
 class BankSize:
     """The sizes of a bank.
@@ -94,8 +90,7 @@ class AdapterBank:
     ranks: int32 [slots, projections, layers], on the device; without experts.
     embedding, head, norms: the index of each one's projection; None where adapters cannot change
     it.
-    token_rows: the indices of trained tokens of embedding and head, which captured steps set; None
-    where they do not.
+    token_rows: the indices of trained tokens of embedding and head; None without.
     output_rows: int32 [slots, projections, 2], on the device: `DeviceAdapter.output_rows`.
     Pools and tables keep their addresses, so that CUDA graphs may use them.
     """
@@ -286,7 +281,7 @@ class AdapterBank:
 def _token_rows(kinds: Mapping[ProjectionKind, int]) -> tuple[int, int] | None:
     """Return what `AdapterBank.token_rows` is, by each kind's projection."""
     rows = [kinds[kind] for kind in TOKEN_KINDS.values() if kind in kinds]
-    return (rows[0], rows[1]) if rows and CAPTURES_TOKENS else None
+    return (rows[0], rows[1]) if rows else None
 
 
 def _empty_pool(

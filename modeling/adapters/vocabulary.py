@@ -223,11 +223,9 @@ def needs_launches(bank: AdapterBank, slots: Sequence[int]) -> bool:
     kinds = (*WHOLE_KINDS.values(), *ROUTED_KINDS, ProjectionKind.WHOLE_LINEAR)
     if bank.changes(slots, kinds):
         return True
-    if not bank.changes(slots, TOKEN_KINDS.values()):
-        return False
     rows = bank.token_rows
-    if rows is None:
-        return True
+    if rows is None or not bank.changes(slots, TOKEN_KINDS.values()):
+        return False
     adapters = [bank.loaded(slot) for slot in set(slots) if slot >= 0]
     return any(each.rank(at, 0) > bank.size.max_rank for each in adapters for at in rows)
 

@@ -11,7 +11,6 @@ from configs.engine import AttentionKind, CacheConfig, CudaGraphs, Device, Limit
 from configs.model import DType, ModelConfig
 from configs.wire.adapters import AdapterKey, FetchedAdapter
 from configs.wire.sampling import Sampling
-from modeling.adapters import bank
 from modeling.runner.load_paged import load_paged
 from modeling.runner.loading import pick_device
 from modeling.runner.paged import ModelRunner
@@ -130,10 +129,9 @@ def test_greedy_tokens_are_the_oracles(
 @pytest.mark.filterwarnings("ignore::UserWarning")  # PEFT's, of biases
 @pytest.mark.parametrize(("kind", "names"), CAPTURED_KINDS)
 def test_logprobs_of_captured_steps_are_the_oracles(
-    world: World, kind: tuple[str, str], names: list[str], monkeypatch: pytest.MonkeyPatch
+    world: World, kind: tuple[str, str], names: list[str]
 ) -> None:
     """In float32, so that nothing but an error can make a difference; all steps are replays."""
-    monkeypatch.setattr(bank, "CAPTURES_TOKENS", True)
     runner = compare_logprobs(world, kind, names, CudaGraphs.ALL)
     assert runner.num_captured == runner.num_steps > NUM_TOKENS
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from configs.adapters import AdaptersConfig
 from configs.wire.adapters import AdapterError, AdapterKey, AdapterRefusal, FetchedAdapter
-from modeling.adapters import bank, vocabulary
+from modeling.adapters import vocabulary
 from modeling.runner.load_paged import load_paged
 from modeling.runner.paged import ModelRunner
 from sharding.embedding import ParallelHead, VocabParallelEmbedding
@@ -168,10 +168,7 @@ def test_pools_are_told_to_the_scheduler(model: Path) -> None:
     assert refused.value.refusal is AdapterRefusal.TOO_LARGE
 
 
-def test_trained_tokens_are_captured_up_to_the_largest_rank(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bank, "CAPTURES_TOKENS", True)
+def test_trained_tokens_are_captured_up_to_the_largest_rank(model: Path) -> None:
     runner = runner_for(model, OPEN.model_copy(update={"max_rank": 8}))
     recipes = [AdapterRecipe(extra={"trainable_token_indices": [*range(n)]}) for n in (8, 9)]
     places = [model.parent / name for name in "ab"]

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from modeling.adapters import bank as bank_module
 from modeling.adapters.kernels.triton_forms import Blocks, Form
 from modeling.adapters.peft_tokens import NUM_DIGITS, digits_of
 from modeling.adapters.product import EndAdapters, OutputSlice, TokenAdapters
@@ -112,7 +111,6 @@ def test_trained_tokens_in_a_captured_step(
     from modeling.adapters.kernels import triton_plan
 
     monkeypatch.setattr(triton_plan, "Launcher", Interpreted)
-    monkeypatch.setattr(bank_module, "CAPTURES_TOKENS", True)
     vocab, hidden = 5000, 280
     ranks = torch.tensor([0, *RANKS])[:, None, None].repeat(1, 2, NUM_LAYERS)
     kinds = {0: ProjectionKind.EMBEDDING_TOKENS, 1: ProjectionKind.HEAD_TOKENS}
