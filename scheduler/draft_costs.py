@@ -1,12 +1,17 @@
 """DraftCosts: what steps with drafts take beside those without, learned while they run."""
 
+from collections import Counter
+
 from scheduler.step import StepBuilder
 
-LEAST_RATIO = 1.15
+LEAST_RATIO = 1.3
 """Of a step with drafts to one without, until it was measured: it is checked before the next."""
 
-FREE_TOKENS = 256
+FREE_TOKENS = 160
 """A step of more tokens takes longer in proportion, until it was measured."""
+
+COMPARED = 8
+"""After so many steps with drafts, steps without are measured too; as many are tried at most."""
 
 WEIGHT = 0.3
 """Of the newest step in an average."""
@@ -26,6 +31,8 @@ class DraftCosts:
 
     def __init__(self) -> None:
         self._seconds: dict[tuple[int, int], float] = {}
+        self._drafted: Counter[int] = Counter()
+        self._tried: Counter[int] = Counter()
         self._applied_at = 0.0
         self._ran: frozenset[int] = frozenset()
 
@@ -38,6 +45,7 @@ class DraftCosts:
         if not goes_on or not is_typical or step.tokens != step.generating or now <= before:
             return
         key = _key(len(step.rows), step.draft_length)
+        self._drafted[key[0]] += step.draft_length > 0
         known, seconds = self._seconds.get(key), now - before
         if known is not None:
             seconds = known + WEIGHT * (min(seconds, LONGEST * known) - known)
@@ -47,6 +55,14 @@ class DraftCosts:
         """Seconds of a step of so many rows with drafts of such a length; relative if unknown."""
         found = self._seconds.get(_key(rows, length))
         return self._unmeasured(rows, length) if found is None else found
+
+    def lacks_plain(self, rows: int) -> bool:
+        """Whether the next step should have no drafts, to learn what it takes without."""
+        size, plain = _key(rows, 0)
+        if (size, plain) in self._seconds or self._drafted[size] < COMPARED:
+            return False
+        self._tried[size] += 1
+        return self._tried[size] <= COMPARED
 
     def forget(self, rows: int, length: int) -> None:
         """Believe a little less that drafts of this length cost as much as they did."""

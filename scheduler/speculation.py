@@ -29,7 +29,7 @@ HOLD = 5
 """If one of so many requests waits for the check of its draft, all do: a step takes as long for
 some of them as for all, and the time between a check and the next step is shorter than a step."""
 
-MARGIN = 1.03
+MARGIN = 1.1
 """Tokens a second with drafts must be so many times those without."""
 
 
@@ -47,7 +47,7 @@ class Drafting:
         drafts: Drafts = dict.fromkeys((request.serial for request in waiting), None)
         ready = [request for request in requests if request.serial not in drafts]
         may = [request for request in ready if _may_draft(request)]
-        if len(requests) > limits.max_drafting or not may:
+        if len(requests) > limits.max_drafting or not may or self.costs.lacks_plain(len(ready)):
             return drafts
         most = limits.max_draft_tokens
         # Texts are searched only if that could pay.

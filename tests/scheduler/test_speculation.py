@@ -234,6 +234,13 @@ class Series:
 def test_costs_are_those_of_steps_that_only_generate() -> None:
     series = Series(4)
     assert series.costs.of(4, 2) == LEAST_RATIO, "relative until a step was measured"
+    unknown = Series(4)
+    for _ in range(9):
+        assert not unknown.costs.lacks_plain(4)
+        unknown.apply(2.0, 8)
+    assert unknown.costs.lacks_plain(4), "what it takes without drafts is not known yet"
+    unknown.apply(1.0)
+    assert not unknown.costs.lacks_plain(4)
     series.apply(9.0)
     for _ in range(3):
         series.apply(2.0)
