@@ -204,9 +204,10 @@ class HostAdapterCache:
 
     def _read(self, adapter: FetchedAdapter) -> StagedAdapter:
         opened = open_fetched(adapter, self._projections, self._size.max_rank, self._base)
-        ranks = torch.zeros(len(self._projections), self._num_rank_pools, dtype=torch.int32)
+        numbers = [[0] * self._num_rank_pools for _ in self._projections]
         for position, rank in opened.ranks.items():
-            ranks[position.projection, position.layer] = rank
+            numbers[position.projection][position.layer] = rank
+        ranks = torch.tensor(numbers, dtype=torch.int32)
         most: list[int] = ranks.amax(1).tolist()
         rows = output_rows(self._projections, most, opened.is_scaled, opened.is_biased)
         # Checked before memory is allocated: shapes come from the header, so refusing is cheap.

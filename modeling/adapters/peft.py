@@ -1,6 +1,5 @@
 """Read a PEFT LoRA folder for a model's projections: served exactly, or refused with reasons."""
 
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -184,14 +183,15 @@ def _check_tensors(adapter: PeftAdapter, faults: Faults) -> None:
     file = adapter.file
     with faults.gather():
         adapter.ends.check(file, adapter.projections)
-    for module, side in itertools.product(adapter.modules, ("A", "B")):
-        projection = adapter.projections[adapter.modules[module].projection]
-        names, is_a = adapter.names(module), side == "A"
-        key, shape = (names.a if is_a else names.b), names.shapes(file)[not is_a]
-        with faults.gather():
-            check_type(key, file.dtype(key))
-            check_shape(key, shape, is_a, projection)
-            check_file_rank(key, shape[not is_a], adapter.plan.rank_of(module))
+    for module, position in adapter.modules.items():
+        names, rank = adapter.names(module), adapter.plan.rank_of(module)
+        projection = adapter.projections[position.projection]
+        shape_a, shape_b = names.shapes(file)
+        for key, shape, is_a in ((names.a, shape_a, True), (names.b, shape_b, False)):
+            with faults.gather():
+                check_type(key, file.dtype(key))
+                check_shape(key, shape, is_a, projection)
+                check_file_rank(key, shape[not is_a], rank)
     if adapter.plan.use_dora:
         with faults.gather():
             check_magnitudes(file, adapter.plan, adapter.modules, adapter.projections)
