@@ -231,7 +231,17 @@ class Benchmark:
         output.wait()
         return taken
 
-    def _kernels(self, batch: ForwardBatch) -> str:
+    def profile_of_decode(self, case: OfflineCase) -> torch.profiler.profile:
+        """What the profiler saw of one more decode step of the case that `decode` ran last."""
+        return self._profiled(ForwardBatch([], self._driver.rows(range(case.batch), 1)))[0]
+
+    def profile_of_prefill(self, case: OfflineCase) -> torch.profiler.profile:
+        """What the profiler saw of a step with prompts of the case's length."""
+        self._driver.reset(self.report.num_blocks)
+        return self._profiled(self._prompts(case, case.context))[0]
+
+    def _profiled(self, batch: ForwardBatch) -> tuple[torch.profiler.profile, float]:
+        """A step's profile, and its milliseconds."""
         activities = [torch.profiler.ProfilerActivity.CPU]
         if self._device.type == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -240,6 +250,10 @@ class Benchmark:
             self.runner.step(batch).wait()
             taken = 1000 * (time.perf_counter() - started)
             self._synchronize()
+        return profiler, taken
+
+    def _kernels(self, batch: ForwardBatch) -> str:
+        profiler, taken = self._profiled(batch)
         # Kernels only: the operations that launched them have the same times again.
         events = [e for e in profiler.key_averages() if e.device_type.name == "CUDA"]
         events.sort(key=lambda event: -event.self_device_time_total)

@@ -66,6 +66,8 @@ FIGURES: Mapping[tuple[str, str], Figure] = {
     ("one-gpu", "mixed32-c64"): Figure(RATE, (Goal(0.75, "base-c64"),)),
     ("one-gpu", "base-c256"): Figure(RATE, (Goal(1.0, PEER),), (11464,)),
     ("one-gpu", "lora32-c256"): Figure(RATE, (Goal(0.80, "base-c256"), Goal(1.5, PEER)), (6121,)),
+    ("one-gpu", "system32-c64"): Figure(RATE, (Goal(5000.0), Goal(1500.0, metric=TTFT)), (2221,)),
+    ("one-gpu", "long32-c16"): Figure(RATE, (Goal(520.0),), (329,)),
     ("two-gpus", "base-c1"): Figure(TPOT, (Goal(1.0, PEER),), (3.51,)),
     ("two-gpus", "lora1-c1"): Figure(TPOT, (Goal(1.15, "base-c1"),), (5.29,)),
     ("two-gpus", "base-c64"): Figure(RATE),
@@ -130,7 +132,7 @@ def limit(case: Case, chip: Chip, shape: str, gpus: int) -> Mapping[str, float]:
     layers, kv = config["num_hidden_layers"], config["num_key_value_heads"] * config["head_dim"]
     matrices = layers * sum(i * o for i, o in projection_sizes(shape).values())
     parameters = matrices + 2 * config["vocab_size"] * config["hidden_size"]
-    context = case.input_length + case.output_length / 2
+    context = case.conversation + case.input_length + case.output_length / 2
     ranks = [recipe.rank for recipe in written_for(case.models)]
     in_a_step = min(1.0, case.concurrency / max(1, len(ranks)))
     adapters = in_a_step * sum(adapter_parameters(shape, rank) for rank in ranks)

@@ -89,7 +89,8 @@ class Scale:
     """How long and how many: the table's own, or small ones that two CPU cores finish.
 
     lengths: prompt and answer in tokens. requests: of a case, by its requests in flight. fair:
-    options of benchmarks.fairness. open: changes of the open loop's arrivals.
+    options of benchmarks.fairness. open: changes of the open loop's arrivals. system, long: tokens
+    of a prompt that many requests share, and of a long one.
     """
 
     lengths: tuple[int, int] = (512, 256)
@@ -100,6 +101,8 @@ class Scale:
     fair: Mapping[str, float] = field(default_factory=dict)
     rounds: int = 2
     conversation: int = 4000
+    system: int = 1500
+    long: int = 7000
     open: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -119,6 +122,8 @@ SMALL = Scale(
     },
     rounds=1,
     conversation=320,
+    system=48,
+    long=96,
     open={
         "rate": 4.0,
         "seconds": 1.0,
@@ -164,7 +169,7 @@ def groups(scale: Scale) -> dict[str, RowGroup]:
     seventy = (replace(lora32, seconds=25.0), replace(_named(rows, "base-c64"), seconds=25.0))
     fair, churned = _fair(scale), _churn(scale)
     made = [
-        RowGroup("one-gpu", "one GPU", rows, pages=mixed_pages, max_rank=rank),
+        RowGroup("one-gpu", "one GPU", (*rows, *_prompts(scale)), pages=mixed_pages, max_rank=rank),
         RowGroup("two-gpus", "two GPUs", rows, 2, pages=mixed_pages, max_rank=rank),
         RowGroup("seventy-b", "Llama-3-70B's shape over four GPUs", seventy, 4, shape="llama3-70b"),
         RowGroup("churn", f"{CHURNED} adapters on {RESIDENT} slots", churned[:-1]),
@@ -232,6 +237,14 @@ def _standard(scale: Scale) -> tuple[Play, ...]:
     ]
     plays = [Play(case, seconds[case.concurrency], settle=case.models == mixed) for case in sized]
     return tuple(_named(plays, name) for name in names.split())
+
+
+def _prompts(scale: Scale) -> tuple[Play, ...]:
+    """A system prompt that all requests of an adapter share, then long prompts."""
+    models, requests, answer = _models("a", RESIDENT), scale.requests[64], scale.churn_lengths[1]
+    system = Case("system32-c64", models, 64, 2 * requests, 100, answer, conversation=scale.system)
+    long = Case("long32-c16", models, 16, 48, scale.long, answer)
+    return Play(system, 15.0), Play(long, 18.0)
 
 
 def _churn(scale: Scale) -> tuple[Play, ...]:
