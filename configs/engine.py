@@ -140,14 +140,18 @@ class RecoveryConfig(Config):
     stage_timeout_s: the staging of an adapter, and the preparation of a matcher.
     start_timeout_s: a start of the ranks.
     recovery_timeout_s: how long open requests wait for new ranks.
-    standby: whether each rank has a process that waits to take over.
+    standby: whether each rank has a process that waits to take over; None: on GPUs.
     """
 
     step_timeout_s: PositiveFloat = 60.0
     stage_timeout_s: PositiveFloat = 120.0
     start_timeout_s: PositiveFloat = 900.0
     recovery_timeout_s: PositiveFloat = 120.0
-    standby: bool = False
+    standby: bool | None = None
+
+    def wants_standby(self, on_gpu: bool) -> bool:
+        """Whether such ranks have a process that waits to take over."""
+        return on_gpu if self.standby is None else self.standby
 
 
 class SleepingRequests(StrEnum):

@@ -33,7 +33,6 @@ class ServeConfig(Config):
 
     placement: of one replica's driver and ranks.
     driver_cpus, rank_cpus, ingress_cpus: CPUs that Ray reserves; a small machine needs fractions.
-    rank_gpus: the GPU of each rank; replicas of one rank share one if this is a fraction.
     request_timeout_s: the longest generation that a shutdown or a rolling update waits for.
     max_ongoing_requests: HTTP requests of one replica, running and waiting.
     """
@@ -46,7 +45,6 @@ class ServeConfig(Config):
     placement: RankPlacement = RankPlacement.STRICT_PACK
     driver_cpus: NonNegativeFloat = 1.0
     rank_cpus: NonNegativeFloat = 1.0
-    rank_gpus: Annotated[float, Field(gt=0, le=1)] = 1.0
     ingress_cpus: NonNegativeFloat = 1.0
     request_timeout_s: PositiveFloat = 600.0
     max_ongoing_requests: PositiveInt = 2048

@@ -122,12 +122,7 @@ def bundles(config: ServeConfig) -> list[dict[str, float]]:
             )
         return [{"CPU": config.driver_cpus}, rank | {"GPU": engine.tensor_parallel}]
     if on_gpu:
-        if config.rank_gpus < 1 < engine.tensor_parallel:
-            raise ValueError(
-                f"rank_gpus ({config.rank_gpus}) must be 1 for several ranks: no two of a replica "
-                "can share a GPU"
-            )
-        rank["GPU"] = config.rank_gpus
+        rank["GPU"] = 1
     return [{"CPU": config.driver_cpus}] + [rank] * engine.tensor_parallel
 
 

@@ -88,7 +88,7 @@ class RayRanks:
             self.stop()
             raise RanksLost(f"the ranks did not start: {error}") from error
         self._has_served = True
-        if self._config.recovery.standby:
+        if self._wants_standby:
             self._measured = measured
         if self._has_standby:
             self._standby.prepare(self._actors, self._processes)
@@ -127,16 +127,18 @@ class RayRanks:
     def _records_later(self) -> bool:
         """Whether CUDA graphs are recorded while steps run already."""
         # Requests wait for ranks that take over.
-        return self._config.cuda_graphs_later or (
-            self._has_served and self._config.recovery.standby
-        )
+        return self._config.cuda_graphs_later or (self._has_served and self._wants_standby)
+
+    @property
+    def _wants_standby(self) -> bool:
+        return self._config.recovery.wants_standby(on_gpu="GPU" in self._rank_bundle(0))
 
     @property
     def _has_standby(self) -> bool:
         """Whether processes wait to take over."""
         # From all others Ray hides a rank's GPUs if they are several.
         several = any(len(process.gpus) > 1 for process in self._processes)
-        return self._config.recovery.standby and not several
+        return self._wants_standby and not several
 
     def _spawn_standby(self, rank: int, gpu: str | None) -> ActorHandle:
         """Start a rank's process beside the present one's, in its bundle."""
@@ -162,7 +164,7 @@ class RayRanks:
             num_gpus=num_gpus,
             max_concurrency=2,
             # One GPU: the rank sees all and picks its own. Several: Ray hides all others.
-            runtime_env={"env_vars": RANK_ENVIRONMENT} if 0 < num_gpus <= 1 or gpu else None,
+            runtime_env={"env_vars": RANK_ENVIRONMENT} if num_gpus == 1 or gpu else None,
             scheduling_strategy=strategy,
         )
         config = self._config.model_copy(update={"tensor_parallel": self._num_ranks})

@@ -10,7 +10,7 @@ import yaml
 from pydantic import ValidationError
 from ray.serve.schema import ServeDeploySchema
 
-from configs.engine import EngineConfig
+from configs.engine import EngineConfig, RecoveryConfig
 from configs.env import (
     THROUGHPUT_ENVIRONMENT,
     export_throughput_mode,
@@ -40,12 +40,13 @@ def test_a_replica_reserves_a_bundle_for_the_driver_and_one_for_each_rank(tmp_pa
     engine = {"model": {"id": str(write_llama(tmp_path))}, "tensor_parallel": 2, "device": "cuda"}
     config = ServeConfig.model_validate({"engine": engine, "driver_cpus": 0.5})
     assert bundles(config) == [{"CPU": 0.5}, {"CPU": 1.0, "GPU": 1}, {"CPU": 1.0, "GPU": 1}]
-    with pytest.raises(ValueError, match=r"rank_gpus \(0.5\) must be 1 for several ranks"):
-        bundles(config.model_copy(update={"rank_gpus": 0.5}))
-    shared = ServeConfig.model_validate(
-        {"engine": engine | {"tensor_parallel": 1}, "rank_gpus": 0.5}
-    )
-    assert bundles(shared) == [{"CPU": 1.0}, {"CPU": 1.0, "GPU": 0.5}]
+
+
+def test_ranks_on_gpus_have_standby_processes_unless_the_config_says_otherwise() -> None:
+    assert [RecoveryConfig().wants_standby(on_gpu) for on_gpu in (True, False)] == [True, False]
+    for wanted in (True, False):
+        recovery = RecoveryConfig(standby=wanted)
+        assert recovery.wants_standby(on_gpu=True) == recovery.wants_standby(on_gpu=False) == wanted
 
 
 def test_a_padded_model_is_one_rank_with_all_the_gpus(tmp_path: Path) -> None:
