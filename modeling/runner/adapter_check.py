@@ -115,7 +115,8 @@ def adaptable(
         fetch_model(config.model)
         model = load_model(config, SingleRank(), CPU).model
         # It is read on a CPU here: what GPUs do not adapt is left out by the config alone.
-        left_out = config.device is Device.CUDA and getattr(model, "has_biased_experts", False)
+        on_gpus = getattr(model, "adapts_experts_on_gpus", True)
+        left_out = config.device is Device.CUDA and not on_gpus
         return tuple(p for p in model.projections if not (left_out and p.kind in ROUTED_KINDS))
     weights = Weights(DummySource(META, torch.float32), SingleRank(), torch.float32, META)
     model = build_model(architecture, weights)

@@ -9,6 +9,7 @@ import torch
 from configs.engine import AttentionKind, CudaGraphs, Device
 from configs.model import DType, ModelConfig
 from configs.wire.sampling import Sampling
+from modeling.models.generic import experts
 from modeling.runner.load_paged import load_paged
 from modeling.runner.loading import pick_device
 from sharding.group import SingleRank
@@ -76,9 +77,10 @@ def test_float32_gives_the_oracles_tokens(world: World, variant: str, graphs: Cu
         assert (full_logprobs(answer) - truth.logprobs).abs().max() < 5e-4
 
 
-@pytest.mark.parametrize("variant", ["qwen3_moe", "deepseek_v3"])
-def test_adapters_of_experts(world: World, variant: str) -> None:
+@pytest.mark.parametrize("variant", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_adapters_of_experts(world: World, variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps with them are launched kernel by kernel, beside captured ones of others."""
+    monkeypatch.setattr(experts, "ON_GPUS", {variant})
     said = run(world, variant, DType.FLOAT32, CudaGraphs.ALL, ROUTED)
     for answer, truth in zip(*said, strict=True):
         assert answer.tokens == truth.tokens

@@ -48,6 +48,9 @@ CONVERTED = frozenset(
 """Types for which PEFT joins modules of single experts (peft/utils/transformers_weight_conversion
 .py); over others it ignores such modules."""
 
+ON_GPUS = frozenset(("qwen3_moe",))
+"""Types that take adapters of experts and routers on a GPU, where they were compared."""
+
 _OLD_NAMES = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 _OLD_PARENT = (".mlp.", ".block_sparse_moe.")
 
@@ -76,9 +79,8 @@ class RoutedModule:
 class RoutedLayers:
     """A model's experts and routers.
 
-    projections: what adapters change of them; none on a GPU where experts have biases, for that
-    has not been exact there yet.
-    has_bias: whether they have.
+    projections: what adapters change of them; none on a GPU where on_gpus is false.
+    on_gpus: whether they were compared there.
     """
 
     def __init__(
@@ -92,8 +94,8 @@ class RoutedLayers:
         made: list[Projection] = []
         self._experts: list[RoutedModule] = []
         self._routers: list[RoutedModule] = []
-        self.has_bias = any(module.has_bias for own in kinds.values() for _, module in own)
-        is_adapted = not (on_gpu and self.has_bias)
+        self.on_gpus = not kinds or causal.config.model_type in ON_GPUS
+        is_adapted = self.on_gpus or not on_gpu
         for template, members in kinds.items():
             maps = _projections(causal, plan, template, members) if is_adapted else []
             targets = _targets(maps, taken + len(made))

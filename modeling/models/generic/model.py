@@ -80,7 +80,7 @@ class GenericForCausalLM(nn.Module):
         on_gpu = self.device.type == "cuda"
         routed = RoutedLayers(self.causal, plan, len(self.projections), on_gpu)
         self.projections = (*self.projections, *routed.projections)
-        self.has_biased_experts = routed.has_bias
+        self.adapts_experts_on_gpus = routed.on_gpus
         read_rest(self.causal, plan, weights)
         routed.install(self._step, self.device)
         stacked = [each for each in self.causal.parameters() if each.dim() == 3]
