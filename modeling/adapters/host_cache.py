@@ -218,7 +218,7 @@ class HostAdapterCache:
         shape = AdapterShape(num_pages, layout.num_chunks * self.pool.chunk_bytes)
         self._check_fits(shape)
         if opened.is_scaled and not adapter.row_sums:
-            self._norms.check_sums(stack for read in opened.readers() for stack in read())
+            self._norms.check_sums(opened.stacks())
         chunks = self.pool.allocate(layout.num_chunks)
         if chunks is None:
             raise AdapterDeferred(shape)
@@ -294,7 +294,7 @@ class HostAdapterCache:
         sums: SummedRows,
     ) -> None:
         """Read an adapter's modules into its pages, cut to this rank."""
-        for stack in (stack for read in adapter.readers() for stack in read()):
+        for stack in adapter.stacks():
             own, behind = pages[stack.projection], output_rows[stack.projection]
             self._write_stack(stack, own, behind, sums)
         for matrix in adapter.read_matrices():

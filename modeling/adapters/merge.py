@@ -22,7 +22,6 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from math import copysign, sqrt
 from pathlib import Path
 from types import MappingProxyType
@@ -40,7 +39,7 @@ from modeling.adapters.peft_ends import Matrix
 from modeling.adapters.peft_joined import JoinedPlan
 from modeling.adapters.peft_tensors import check_finite
 from modeling.adapters.projection import BaseRows, ModulePosition, Projection
-from modeling.adapters.stacks import LoraModule, LoraStack, StackReader
+from modeling.adapters.stacks import LoraModule, LoraStack
 
 
 @dataclass(frozen=True)
@@ -99,30 +98,21 @@ class MergedAdapter:
 
     def read(self) -> Iterator[LoraModule]:
         """Yield the merged modules one by one; refuses values that are not finite."""
-        for read in self.readers():
-            for stack in read():
-                yield from stack.modules()
+        for stack in self.stacks():
+            yield from stack.modules()
 
-    @property
-    def num_bytes(self) -> int:
-        """Return the bytes of all parts' tensors."""
-        return sum(part.adapter.num_bytes for part in self.parts)
-
-    def readers(self) -> Iterator[StackReader]:
-        """Yield readers of stacks of one module; each is merged by itself."""
+    def stacks(self) -> Iterator[LoraStack]:
+        """Yield stacks of one module; each is merged by itself."""
         for part in self.parts:
             with _named(part.name), reading():
                 part.adapter.ends.check_copies(part.adapter.file)
         for position, rank in self.ranks.items():
-            yield partial(self._stack, position, rank)
+            module = self._merge(position, rank)
+            yield LoraStack(position.projection, (position.layer,), module.a[None], module.b[None])
 
     def read_matrices(self) -> Iterator[Matrix]:
         """Yield nothing: parts with whole matrices are refused."""
         return iter(())
-
-    def _stack(self, position: ModulePosition, rank: int) -> list[LoraStack]:
-        module = self._merge(position, rank)
-        return [LoraStack(position.projection, (position.layer,), module.a[None], module.b[None])]
 
     def _merge(self, position: ModulePosition, rank: int) -> LoraModule:
         terms = [

@@ -5,7 +5,6 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -26,7 +25,7 @@ from modeling.adapters.peft_tensors import check_finite
 from modeling.adapters.peft_tokens import TokenTensor
 from modeling.adapters.peft_whole import WholeLinearTensors
 from modeling.adapters.projection import ModulePosition, Projection
-from modeling.adapters.stacks import LoraModule, LoraStack, StackReader
+from modeling.adapters.stacks import LoraModule, LoraStack
 from sharding.tensor_file import TensorFile
 
 STACK_NUMBERS = 2**20
@@ -106,18 +105,8 @@ class PeftAdapter:
         for stack in self.stacks():
             yield from stack.modules()
 
-    @property
-    def num_bytes(self) -> int:
-        """Return the bytes of all tensors."""
-        return self.file.num_bytes
-
     def stacks(self) -> Iterator[LoraStack]:
-        """Yield the modules in stacks: one call of torch serves many modules."""
-        for read in self.readers():
-            yield from read()
-
-    def readers(self) -> Iterator[StackReader]:
-        """Yield readers of all stacks, in the model's order."""
+        """Yield the modules in stacks, in the model's order: one call of torch serves many."""
         with reading():
             self.ends.check_copies(self.file)
         for (index, rank, scale, *_), group in itertools.groupby(self.modules, self._kind):
@@ -125,13 +114,13 @@ class PeftAdapter:
             widest = max(projection.in_features, projection.out_features)
             count = max(1, STACK_NUMBERS // (rank * widest))
             for first in range(0, len(names), count):
-                yield partial(self._stack, index, names[first : first + count], scale)
+                yield self._stack(index, names[first : first + count], scale)
         for module, at in self.bare.items():
-            yield partial(self._zeros, module, at)
+            yield self._zeros(module, at)
         for each in self.tokens:
-            yield partial(self._token_stacks, each)
+            yield from self._token_stacks(each)
         for part in self.experts.parts():
-            yield partial(self._expert_stacks, part)
+            yield from self._expert_stacks(part)
 
     def names(self, module: str) -> FactorNames:
         """Return the names of a module's factors."""
@@ -147,20 +136,20 @@ class PeftAdapter:
         with reading():
             return list(tokens.stacks(self.file))
 
-    def _zeros(self, module: str, at: ModulePosition) -> list[LoraStack]:
+    def _zeros(self, module: str, at: ModulePosition) -> LoraStack:
         """Return a module's trained bias behind factors that add nothing."""
         projection = self.projections[at.projection]
         a = torch.zeros(1, 1, projection.in_features)
         b = torch.zeros(1, projection.out_features, 1)
         with reading():
             _, base_biases = self.biases.read(self.file, [module], [1.0])
-        return [LoraStack(at.projection, (at.layer,), a, b, base_biases=base_biases)]
+        return LoraStack(at.projection, (at.layer,), a, b, base_biases=base_biases)
 
     def _expert_stacks(self, part: ExpertPart) -> list[LoraStack]:
         with reading():
             return list(part.stacks(self.file))
 
-    def _stack(self, index: int, names: Sequence[str], scale: float) -> list[LoraStack]:
+    def _stack(self, index: int, names: Sequence[str], scale: float) -> LoraStack:
         factors_of = [self.names(name) for name in names]
         keys_a, keys_b = [each.a for each in factors_of], [each.b for each in factors_of]
         with reading():
@@ -181,7 +170,7 @@ class PeftAdapter:
         stack = LoraStack(index, layers, a, b, magnitudes, biases, base_biases, scale)
         if self.plan.use_dora:  # Its norms are of the scaled B.
             stack = replace(stack, b=stack.scaled_b(torch.float32), scale=1.0)
-        return [stack]
+        return stack
 
     def factors(self, module: str) -> tuple[Tensor, Tensor]:
         """Return A [r, in] and B [out, r] of a module in float32; refuses values not finite."""

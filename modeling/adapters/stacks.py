@@ -1,6 +1,6 @@
 """Factors of adapted modules, as files and merges give them to staging."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -51,7 +51,3 @@ class LoraStack:
         b = self.scaled_b(torch.float32)
         for layer, own_a, own_b in zip(self.layers, self.a, b, strict=True):
             yield LoraModule(ModulePosition(self.projection, layer), own_a.float(), own_b)
-
-
-StackReader = Callable[[], Iterable[LoraStack]]
-"""Reads a part of an adapter; threads may call those of one adapter side by side."""

@@ -16,7 +16,7 @@ from configs.wire.adapters import (
 from modeling.adapters.bank import AdapterBank, BankSize, page_bytes, select_columns
 from modeling.adapters.peft_adapter import PeftAdapter
 from modeling.adapters.projection import Projection
-from modeling.adapters.stacks import StackReader
+from modeling.adapters.stacks import LoraStack
 from tests.modeling.adapters.lora_files import DOWN, UP, factors, write_lora
 
 CPU = torch.device("cpu")
@@ -230,15 +230,15 @@ def test_what_is_dropped_while_it_is_read_is_not_kept(
 ) -> None:
     """As when a reader hangs for so long that its adapter was given up."""
     bank = make_bank()
-    read = PeftAdapter.readers
+    read = PeftAdapter.stacks
 
-    def drop_and_read(self: PeftAdapter) -> Iterator[StackReader]:
+    def drop_and_read(self: PeftAdapter) -> Iterator[LoraStack]:
         bank.drop(AdapterKey(1))
         yield from read(self)
 
     folder = write_lora(tmp_path, factors(UP, [4, 4, 4]))
     with monkeypatch.context() as patch:
-        patch.setattr(PeftAdapter, "readers", drop_and_read)
+        patch.setattr(PeftAdapter, "stacks", drop_and_read)
         with pytest.raises(AdapterError, match="dropped while it was read"):
             bank.stage(fetched(folder, 1))
     assert bank.host_bytes == 0
