@@ -15,6 +15,11 @@ from ray.actor import ActorHandle
 
 logger = logging.getLogger("loray.rank.standby")
 
+# What a GPU must have free beside its rank: a standby process takes 0.7 to 1.3 GB of an H200's
+# memory, and steps need some too.
+LEAST_FREE_BYTES = 2 * 10**9
+_ANSWER_TIMEOUT_S = 30.0
+
 
 class RankProcess(NamedTuple):
     """Where a rank runs: Ray's node id, the process id, Ray's ids of its GPUs."""
@@ -34,9 +39,23 @@ class StandbyRanks:
         self._prepared: list[Any] = []  # references to the ends of their preparations
 
     def prepare(self, ranks: Sequence[ActorHandle], processes: Sequence[RankProcess]) -> None:
-        """Start a process for each rank; returns at once."""
+        """Start a process for each rank, if every GPU has room for one; returns soon."""
+        try:
+            before = ray.get(
+                [rank.free_device_bytes.remote() for rank in ranks], timeout=_ANSWER_TIMEOUT_S
+            )
+        except ray.exceptions.RayError:
+            return  # They are gone, and their user says so.
+        free = min((bytes for bytes in before if bytes is not None), default=LEAST_FREE_BYTES)
+        if free < LEAST_FREE_BYTES:
+            logger.warning(
+                "no standby processes: a GPU has %.1f GB free, and they are started from %.1f on; "
+                "a smaller engine.cache.device_memory_fraction leaves more",
+                free / 1e9,
+                LEAST_FREE_BYTES / 1e9,
+            )
+            return
         gpus = [process.gpus[0] if process.gpus else None for process in processes]
-        before = [rank.free_device_bytes.remote() for rank in ranks]
         self._actors = [self._spawn(rank, gpu) for rank, gpu in enumerate(gpus)]
         self._prepared = [actor.prepare.remote() for actor in self._actors]
         state = (ranks, before, self._prepared)
@@ -63,12 +82,11 @@ class StandbyRanks:
 
 def _report(
     ranks: Sequence[ActorHandle],
-    before: "Sequence[ray.ObjectRef[int | None]]",
+    free: Sequence[int | None],
     prepared: "Sequence[ray.ObjectRef[None]]",
 ) -> None:
     """Log that standby processes are ready, and the device memory that they take."""
     try:
-        free = ray.get(list(before))
         ray.get(list(prepared))
         left = ray.get([rank.free_device_bytes.remote() for rank in ranks])
     except ray.exceptions.RayError:
