@@ -107,8 +107,9 @@ class RayRanks:
 
     def release(self) -> None:
         """Kill every rank and the standby processes, which take device memory too."""
-        self._standby.end()
+        standby = self._standby.end()
         self.stop()
+        self._ending += [_kill_process(node, pid) for node, pid, _ in standby]
 
     def await_ends(self) -> None:
         """Wait until killed ranks have freed their memory: new ones measure what is free."""

@@ -8,6 +8,7 @@ was: on the same node, the same GPU.
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import ray
@@ -36,6 +37,7 @@ class StandbyRanks:
         """spawn: makes the actor of a rank with a GPU, which Ray does not reserve once more."""
         self._spawn = spawn
         self._actors: list[ActorHandle] = []
+        self._begun: list[Any] = []  # references to their `RankProcess`es
         self._prepared: list[Any] = []  # references to the ends of their preparations
 
     def prepare(self, ranks: Sequence[ActorHandle], processes: Sequence[RankProcess]) -> None:
@@ -57,6 +59,7 @@ class StandbyRanks:
             return
         gpus = [process.gpus[0] if process.gpus else None for process in processes]
         self._actors = [self._spawn(rank, gpu) for rank, gpu in enumerate(gpus)]
+        self._begun = [actor.process.remote() for actor in self._actors]
         self._prepared = [actor.prepare.remote() for actor in self._actors]
         state = (ranks, before, self._prepared)
         threading.Thread(target=_report, args=state, name="standby", daemon=True).start()
@@ -70,14 +73,22 @@ class StandbyRanks:
         except ray.exceptions.RayError as error:
             logger.warning("a standby process has ended: %s", str(error).splitlines()[0])
             self.end()
-        actors, self._actors, self._prepared = self._actors, [], []
-        return actors
+        return self._forget()
 
-    def end(self) -> None:
-        """Kill them."""
-        for actor in self._actors:
+    def end(self) -> list[RankProcess]:
+        """Kill them; return those that had begun: they hold memory until they have ended."""
+        begun: list[RankProcess] = []
+        for actor, process in zip(self._actors, self._begun, strict=True):
+            with suppress(ray.exceptions.RayError):
+                if ray.wait([process], timeout=0)[0]:
+                    begun.append(ray.get(process))
             ray.kill(actor, no_restart=True)
-        self._actors, self._prepared = [], []
+        self._forget()
+        return begun
+
+    def _forget(self) -> list[ActorHandle]:
+        actors, self._actors, self._begun, self._prepared = self._actors, [], [], []
+        return actors
 
 
 def _report(

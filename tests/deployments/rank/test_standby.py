@@ -25,6 +25,7 @@ class Rank:
 
     def __init__(self, free: int | None) -> None:
         self.free_device_bytes = Answer(free)
+        self.process = Answer(None)
         self.prepare = Answer(None)
 
 
