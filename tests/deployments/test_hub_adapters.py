@@ -57,6 +57,12 @@ def say(
     return http.post("/v1/completions", json={**body, "prompt": "Who are you?"}, headers=headers)
 
 
+def num_prompt_tokens(answer: httpx.Response) -> int:
+    assert answer.status_code == 200, answer.text
+    number: int = answer.json()["usage"]["prompt_tokens"]
+    return number
+
+
 def spoken(answer: httpx.Response) -> str:
     assert answer.status_code == 200, answer.text
     text: str = answer.json()["choices"][0]["message"]["content"]
@@ -84,8 +90,6 @@ def test_an_adapters_own_template_changes_its_chats_alone(
     template = b"{{ messages[0].content }} Tell me more."
     hub.add("acme/own", {**PIRATE, "chat_template.jinja": template})
     hub.add("acme/plain", PIRATE)
-    whole = [
-        say(http, name).json()["usage"]["prompt_tokens"] for name in ("acme/own", "acme/plain")
-    ]
+    whole = [num_prompt_tokens(say(http, name)) for name in ("acme/own", "acme/plain")]
     assert whole[0] != whole[1]
     assert spoken(say(http, "acme/plain")) == spoken(say(http, "local:pirate"))
