@@ -61,7 +61,7 @@ class Drafter:
         chance = self.chance
         return chance * (1 - chance**length) / (1 - chance)
 
-    def take_heart(self, num_tokens: int) -> None:
+    def expect_again(self, num_tokens: int) -> None:
         """Expect more again, if little was expected for a while; the request has so many tokens."""
         if self.expected(SHORT) >= LEAST:
             self._resume_at = None

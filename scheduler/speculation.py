@@ -96,7 +96,7 @@ def _may_draft(request: Request) -> bool:
     unknown = request.pending - len(request.drafts)
     room = request.max_total - request.total - 1
     free = unknown <= 1 and not request.sampling.constraint and room > 0
-    request.drafter.take_heart(request.total)
+    request.drafter.expect_again(request.total)
     return free
 
 

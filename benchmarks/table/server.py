@@ -75,10 +75,11 @@ class TableServer:
         return self._process.pid
 
     def stop(self) -> dict[str, int]:
-        """End it as Ctrl-C does; returns what it left: processes, and MiB of GPU memory."""
+        """End it; returns what it left: processes, and MiB of GPU memory."""
         family = descendants(self._process.pid)
         if self._process.poll() is None:
-            self._process.send_signal(signal.SIGINT)
+            # Not by Ctrl-C's signal: a process that a shell started in the background ignores it.
+            self._process.terminate()
         try:
             self._process.wait(_STOP_S)
         except subprocess.TimeoutExpired:

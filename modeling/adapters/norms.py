@@ -7,11 +7,12 @@ Captured steps compute RMS norms alone: their kernel takes each token's weight f
 token's adapter (`norm_rows.py`). Models with other norms do not capture steps with such adapters.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from weakref import WeakMethod
 
 import numpy as np
 import numpy.typing as npt
@@ -102,9 +103,11 @@ class AdaptedNorms:
         self.capturable = are_capturable(norms)
         numbers = bank.pools[self._index].a.flatten(1)
         known = {each.names[0]: each for each in bank.projections[self._index].vectors}
+        # Weakly: a model that keeps its bank alive would keep the memory of all its adapters.
+        adapt = WeakMethod(self._adapt)
         for norm in norms:
             own = {name: known[f"{norm.path}.{name}"] for name, _ in norm.code.named_parameters()}
-            norm.module.register_forward_hook(partial(self._adapt, norm, own))
+            norm.module.register_forward_hook(partial(_call, adapt, norm, own))
             if self.capturable:
                 weights = numbers[:, own["weight"].start : own["weight"].stop]
                 plus = getattr(norm.module, "plus", 0.0)
@@ -179,6 +182,12 @@ class AdaptedNorms:
             name: values[vector.start : vector.stop].to(own[name].dtype)
             for name, vector in vectors.items()
         }
+
+
+def _call(method: WeakMethod[Callable[..., None]], *arguments: Any) -> None:
+    found = method()
+    if found is not None:
+        found(*arguments)
 
 
 def _first(output: Any) -> Tensor:

@@ -29,8 +29,8 @@ from modeling.adapters.stacks import LoraModule, LoraStack
 from sharding.tensor_file import TensorFile
 
 STACK_NUMBERS = 2**20
-"""Most elements of a stack's factor, 1 MiB in float32: malloc returns larger blocks to the system
-at each free, and every stack would pay for new pages, which doubles what staging takes."""
+"""Most elements of a stack's factor: a part of a large adapter is converted and copied at a time,
+so staging needs little memory beside the host tier."""
 
 
 @dataclass(frozen=True)

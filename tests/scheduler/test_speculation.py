@@ -197,13 +197,13 @@ def test_chances_follow_what_is_accepted() -> None:
         bad.verified(8, 0)
     known = bad.chance
     for total in (100, 131):
-        bad.take_heart(total)
+        bad.expect_again(total)
         assert bad.chance == known < 0.2
-    bad.take_heart(132)
+    bad.expect_again(132)
     assert bad.expected(2) > 0.5, "after a while more is expected again"
     tries = 0
     for total in range(1000, 9000):
-        bad.take_heart(total)
+        bad.expect_again(total)
         if bad.expected(2) > 0.25:
             bad.verified(2, 0)
             tries += 1

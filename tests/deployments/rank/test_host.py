@@ -1,16 +1,26 @@
 """Where ranks meet: the store listens where it should and nowhere else."""
 
+import gc
 import socket
+import weakref
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 
 import pytest
 
 from configs.engine import EngineConfig
 from deployments.rank.host import RankHost, join_store, open_store
+from deployments.rank.local import LocalRanks
 from deployments.rank.messages import MeasuredMemory
+from modeling.adapters.bank import AdapterBank
 from sharding.group import memory_store
+from tests.checkpoints import write_llama
+from tests.checkpoints_generic import write_generic
+from tests.checkpoints_others import write_gpt2
+from tests.checkpoints_padded import write_padded
 
 TIMEOUT_S = 60.0
 
@@ -49,3 +59,36 @@ def test_ranks_that_take_over_measure_only_where_less_memory_is_free(
     assert measured(known) == [known, known]
     free[1] -= 2**29
     assert [memory.num_blocks for memory in measured(known)] == [first.num_blocks] * 2
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        write_llama,
+        write_gpt2,
+        partial(write_generic, variant="olmo2"),
+        partial(write_padded, kind="bloom"),
+    ],
+    ids=["llama", "gpt2", "generic", "padded"],
+)
+def test_ranks_that_ended_keep_no_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path], Path]
+) -> None:
+    """At once: the interpreter looks for cycles seldom, and knows no tensor's size."""
+    banks: list[weakref.ref[AdapterBank]] = []
+    begin = AdapterBank.__init__
+
+    def noted(bank: AdapterBank, *arguments: object, **named: object) -> None:
+        begin(bank, *arguments, **named)  # type: ignore[arg-type]
+        banks.append(weakref.ref(bank))
+
+    monkeypatch.setattr(AdapterBank, "__init__", noted)
+    model = {"id": str(write(tmp_path / "model"))}
+    ranks = LocalRanks(EngineConfig.model_validate({"model": model, "device": "cpu"}))
+    gc.disable()
+    try:
+        ranks.start()
+        ranks.stop()
+        assert [bank() for bank in banks] == [None]
+    finally:
+        gc.enable()
