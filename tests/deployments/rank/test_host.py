@@ -18,6 +18,7 @@ from deployments.rank.messages import MeasuredMemory
 from modeling.adapters.bank import AdapterBank
 from sharding.group import memory_store
 from tests.checkpoints import write_llama
+from tests.checkpoints_encoders import write_encoder
 from tests.checkpoints_generic import write_generic
 from tests.checkpoints_others import write_gpt2
 from tests.checkpoints_padded import write_padded
@@ -68,8 +69,9 @@ def test_ranks_that_take_over_measure_only_where_less_memory_is_free(
         write_gpt2,
         partial(write_generic, variant="olmo2"),
         partial(write_padded, kind="bloom"),
+        partial(write_encoder, kind="bert"),
     ],
-    ids=["llama", "gpt2", "generic", "padded"],
+    ids=["llama", "gpt2", "generic", "padded", "encoder"],
 )
 def test_ranks_that_ended_keep_no_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path], Path]
