@@ -78,7 +78,7 @@ class TableServer:
         """End it; returns what it left: processes, and MiB of GPU memory."""
         family = descendants(self._process.pid)
         if self._process.poll() is None:
-            # Not by Ctrl-C's signal: a process that a shell started in the background ignores it.
+            # Not by Ctrl-C's signal: what was started in the background ignores it.
             self._process.terminate()
         try:
             self._process.wait(_STOP_S)

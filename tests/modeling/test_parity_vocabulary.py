@@ -30,7 +30,9 @@ from tests.modeling.parity import (
 pytestmark = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
 
 NAMES = [BASE, "r8", "head", "embedding", "everything", "ends"]
-OPEN = AdaptersConfig(device_pages=40, max_device_adapters=10, max_rank=64, vocabulary=True)
+OPEN = AdaptersConfig(
+    device_pages=40, max_device_adapters=10, max_rank=64, host_bytes=2**26, vocabulary=True
+)
 
 
 def setting(variant: str, ranks: int, names: list[str], family: str = "vocabulary") -> Setting:

@@ -357,7 +357,11 @@ def test_replays_are_steps(
     """Requests join and leave between replays; nine are too many for the largest size."""
     family = ("vocabulary", "gqa") if "head" in names else ("llama_dora", "biases")
     adapters = AdaptersConfig(
-        device_pages=40, max_device_adapters=3, max_rank=16, vocabulary="head" in names
+        device_pages=40,
+        max_device_adapters=3,
+        max_rank=16,
+        host_bytes=2**26,
+        vocabulary="head" in names,
     )
     config = engine_config(
         world.model(*family),
