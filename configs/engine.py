@@ -207,6 +207,9 @@ class EngineConfig(Config):
 
     model: ModelConfig
     tensor_parallel: PositiveInt = 1
+    expert_parallel: bool = Field(
+        default=False, description="whether ranks have whole experts instead of a part of each"
+    )
     device: Device = Device.AUTO
     attention: AttentionKind = AttentionKind.AUTO
     all_reduce: AllReduce = AllReduce.AUTO

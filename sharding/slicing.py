@@ -52,6 +52,19 @@ def cut_width(size: int, rank: int, ranks: int, what: str) -> Segments:
     return ((first, min(last, size)),)
 
 
+def spread_experts(count: int, rank: int, ranks: int) -> range:
+    """Return this rank's whole experts, of `count`: equally many on each rank, or one more.
+
+    Raises ValueError if a rank would have none.
+    """
+    if count < ranks:
+        raise ValueError(
+            f"expert_parallel: {count} experts are less than tensor_parallel = {ranks} ranks: "
+            "lower tensor_parallel, or remove expert_parallel"
+        )
+    return range(count * rank // ranks, count * (rank + 1) // ranks)
+
+
 @dataclass(frozen=True)
 class HeadCut:
     """One rank's attention heads.

@@ -229,6 +229,8 @@ def way(setting: Setting) -> str:
         parts.append("or replaced")
     if setting.linears:
         parts.append("linear maps replaced")
+    if setting.spread:
+        parts.append("whole experts on each rank")
     return ", ".join(parts)
 
 

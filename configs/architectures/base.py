@@ -98,6 +98,15 @@ class ModelArchitecture(Config):
             )
         return self
 
+    def with_expert_parallel(self, wanted: bool) -> Self:
+        """The same model with whole experts on each rank; ArchitectureError for one without."""
+        if wanted:
+            raise ArchitectureError(
+                f"expert_parallel: {self.architecture} has no routed experts that are served "
+                "paged: remove it"
+            )
+        return self
+
 
 def required(config: Mapping[str, Any], key: str) -> int:
     """A whole number that has no honest default; ArchitectureError when it is not given."""

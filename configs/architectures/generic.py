@@ -5,7 +5,7 @@ types that were compared with transformers' own results are listed here.
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Self
 
 from configs.architectures import not_paged, padded
 from configs.architectures.base import ArchitectureError, ModelArchitecture
@@ -37,9 +37,15 @@ class GenericArchitecture(ModelArchitecture):
     """A decoder made of transformers' modules over the paged cache.
 
     settings: the whole config.json, for transformers' own config class.
+    expert_parallel: whether ranks have whole experts.
     """
 
     settings: dict[str, Any]
+    expert_parallel: bool = False
+
+    def with_expert_parallel(self, wanted: bool) -> Self:
+        """The same model; whether it has experts is seen when its modules are built."""
+        return self.model_copy(update={"expert_parallel": wanted})
 
 
 def parse(name: str, config: Mapping[str, Any]) -> GenericArchitecture | padded.PaddedArchitecture:

@@ -2,9 +2,9 @@
 
     y[p, o + j] += sum_r (sum_i x[p, i] A[l E + e(p), r, i]) Bt[l E + e(p), r, j]
 
-p: a token and one of the experts that compute it; e(p): that expert, of E; l: the index of the
-layer among those that have experts. Pairs are sorted by expert, so that each page is two grouped
-products.
+p: a token and one of the experts that compute it; e(p): that expert, of this rank's E; l: the index
+of the layer among those that have experts. Pairs are sorted by expert, so that each page is two
+grouped products.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ ALIGNMENT = 16
 def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """[rows, in] and [experts, in, out] to [rows, out].
 
-    ends: int32 [experts], the row behind each expert's last one.
+    ends: int32 [experts], the row behind each expert's last one. What is behind all is undefined.
     """
     if is_aligned(x) and is_aligned(weight):
         return F.grouped_mm(x, weight, offs=ends)
@@ -56,7 +56,10 @@ class RoutedPairs:
 
     @classmethod
     def of(cls, ids: Tensor, count: int) -> "RoutedPairs":
-        """ids: the expert of each pair, int64 [pairs]; count: of all experts."""
+        """ids: the expert of each pair, int64 [pairs]; count: of this rank's experts.
+
+        Pairs of number `count`, another rank's, come last.
+        """
         rows = torch.argsort(ids, stable=True)
         every = torch.arange(count, device=ids.device)
         return cls(rows, torch.searchsorted(ids[rows], every, right=True).int())

@@ -335,7 +335,7 @@ def _check_once(adapter: PeftAdapter) -> None:
 
     And modules that PEFT leaves out, as it takes names like theirs for experts' alone.
     """
-    leaves = {path.rpartition(".")[2] for path in adapter.experts.modules}
+    leaves = {path.rpartition(".")[2] for path in adapter.experts.paths}
     for module in adapter.modules:
         if module.rpartition(".")[2] in leaves and not adapter.plan.is_parameter(module):
             refuse(

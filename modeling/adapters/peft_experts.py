@@ -13,7 +13,7 @@ Files of PEFT over transformers 4 have a module for each expert, with factors as
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -45,10 +45,14 @@ class ExpertMap:
 
 @dataclass(frozen=True)
 class ExpertParameter:
-    """Factors of all experts of a layer; path: of their tensors, without the ends."""
+    """Factors of all experts of a layer.
+
+    path: of their tensors, without the ends. count: of experts. own: those that this rank keeps.
+    """
 
     path: str
     count: int
+    own: range
     rank: int
     scaling: float
     maps: tuple[ExpertMap, ...]
@@ -59,10 +63,11 @@ class ExpertParameter:
         return PREFIX + self.path + _A, PREFIX + self.path + _B
 
     def stacks(self, file: TensorFile) -> Iterator[LoraStack]:
-        """Yield each map's factors of all experts; refuses values that are not finite."""
-        a, b = self.read(file)
+        """Yield each map's factors of this rank's experts; refuses values that are not finite."""
+        kept = slice(self.own.start, self.own.stop)
+        a, b = (factors[kept] for factors in self.read(file))
         for each in self.maps:
-            layers = tuple(range(each.layer, each.layer + self.count))
+            layers = tuple(range(each.layer, each.layer + len(self.own)))
             own = b[:, each.rows, each.ranks].float() * self.scaling
             yield LoraStack(each.projection, layers, a[:, each.ranks], own)
 
@@ -81,11 +86,13 @@ class ExpertParameter:
 class ExpertTensors:
     """What a file adapts of the experts: whole parameters, and modules by their paths.
 
-    ranks: of every adapted position. scalings: of the modules.
+    foreign: the projections of modules of other ranks' experts. ranks: of every adapted position;
+    the first one's may be larger, so that every rank takes as many pages. scalings: of the modules.
     """
 
     parameters: tuple[ExpertParameter, ...] = ()
     modules: Mapping[str, ModulePosition] = field(default_factory=dict)
+    foreign: Mapping[str, int] = field(default_factory=dict)
     ranks: Mapping[ModulePosition, int] = field(default_factory=dict)
     scalings: Mapping[str, float] = field(default_factory=dict)
 
@@ -93,7 +100,12 @@ class ExpertTensors:
     def names(self) -> set[str]:
         """Return the names of all tensors."""
         whole = {name for each in self.parameters for name in each.names}
-        return whole | {PREFIX + path + end for path in self.modules for end in (_A, _B)}
+        return whole | {PREFIX + path + end for path in self.paths for end in (_A, _B)}
+
+    @property
+    def paths(self) -> set[str]:
+        """Return the paths of all modules of single experts."""
+        return {*self.modules, *self.foreign}
 
     def parts(self) -> Iterator["ExpertPart"]:
         """Yield what is read together: a parameter, or a layer's modules that have one rank."""
@@ -139,12 +151,12 @@ def find_experts(
     if not maps:
         return ExpertTensors()
     parameters = tuple(_parameters(file, plan, maps))
-    modules = _modules(file, plan, maps)
+    modules, foreign = _modules(file, plan, maps)
     ranks = {at: plan.rank_of(path) for path, at in modules.items()}
     for each in parameters:
         for own in each.maps:
             rank = own.ranks.stop - own.ranks.start
-            for layer in range(own.layer, own.layer + each.count):
+            for layer in range(own.layer, own.layer + len(each.own)):
                 at = ModulePosition(own.projection, layer)
                 if at in ranks:
                     refuse(f"{each.path} is adapted twice, by its parameter and by its modules")
@@ -154,8 +166,24 @@ def find_experts(
             "use_dora, lora_bias or alora_invocation_tokens with factors of experts: PEFT has no "
             "such adapters; retrain without the experts"
         )
+    _pad_ranks(ranks, plan, foreign)
     scalings = {path: plan.scaling_of(path) for path in modules}
-    return ExpertTensors(parameters, modules, ranks, scalings)
+    return ExpertTensors(parameters, modules, foreign, ranks, scalings)
+
+
+def _pad_ranks(
+    ranks: dict[ModulePosition, int], plan: LoraPlan, foreign: Mapping[str, int]
+) -> None:
+    """Raise a projection's first rank to the largest that an expert of any rank has.
+
+    Plans give all ranks the same number of pages. Rows beyond a true rank are zero.
+    """
+    for projection in set(foreign.values()):
+        most = max(plan.rank_of(path) for path, own in foreign.items() if own == projection)
+        if most > max(
+            (rank for at, rank in ranks.items() if at.projection == projection), default=0
+        ):
+            ranks[ModulePosition(projection, 0)] = most
 
 
 def _parameters(
@@ -167,7 +195,7 @@ def _parameters(
         first = next(iter(own.values()))
         experts = first.experts
         assert experts is not None
-        for path in first.modules(index * experts.count):
+        for path in first.modules(index * len(experts.own)):
             named = [p for p in experts.parameters if _is_named(plan, f"{path}.{p}")]
             for depth, parameter in enumerate(reversed(named)):
                 inside = path + ".base_layer" * depth
@@ -234,9 +262,10 @@ def _parameter(
                 "its files do not belong together"
             )
     own = tuple(
-        ExpertMap(i, index * experts.count, _rows(each), slice(0, rank)) for i, each in maps.items()
+        ExpertMap(i, index * len(experts.own), _rows(each), slice(0, rank))
+        for i, each in maps.items()
     )
-    return ExpertParameter(path, experts.count, rank, plan.scaling_of(name), own)
+    return ExpertParameter(path, experts.count, experts.own, rank, plan.scaling_of(name), own)
 
 
 def _rows(projection: Projection) -> slice:
@@ -262,13 +291,16 @@ def _split(file: TensorFile, found: ExpertParameter) -> ExpertParameter | None:
         ExpertMap(one.projection, one.layer, one.rows, own)
         for one, own in zip(found.maps, ranks, strict=True)
     ]
-    return ExpertParameter(found.path, found.count, found.rank, found.scaling, tuple(maps))
+    return replace(found, maps=tuple(maps))
 
 
 def _modules(
     file: TensorFile, plan: LoraPlan, maps: Mapping[int, Projection]
-) -> dict[str, ModulePosition]:
-    """Return the modules of single experts that a file adapts, in the model's order."""
+) -> tuple[dict[str, ModulePosition], dict[str, int]]:
+    """Return the modules of single experts that a file adapts, in the model's order.
+
+    And the projections of those that are other ranks'.
+    """
     known = {
         (template.format(layer=number, expert="#")): (i, index)
         for i, each in maps.items()
@@ -278,6 +310,7 @@ def _modules(
     }
     parents = {path for each in maps.values() for path in _parents(each)}
     found: dict[str, ModulePosition] = {}
+    foreign: dict[str, int] = {}
     for key in file.keys():  # noqa: SIM118 - not a dictionary
         path = key.removeprefix(PREFIX).removesuffix(_A)
         named = _OF_EXPERT.match(path) if key.endswith(_A) else None
@@ -287,24 +320,28 @@ def _modules(
         if at is not None:
             projection = maps[at[0]]
             assert projection.experts is not None
-            if int(named["expert"]) < projection.experts.count:
-                layer = at[1] * projection.experts.count + int(named["expert"])
+            own, expert = projection.experts.own, int(named["expert"])
+            if expert in own:
+                layer = at[1] * len(own) + expert - own.start
                 found[path] = ModulePosition(at[0], layer)
+            elif expert < projection.experts.count:
+                foreign[path] = at[0]
         elif named["parent"] in parents:
             refuse(
                 f"{key} is of a module of one expert, which PEFT does not convert for this model: "
                 "retrain it with target_parameters"
             )
-    for path, position in found.items():
-        _check_module(file, plan, path, maps[position.projection])
-    return dict(sorted(found.items(), key=lambda item: (item[1].projection, item[1].layer)))
+    for path, index in {**{path: at.projection for path, at in found.items()}, **foreign}.items():
+        _check_module(file, plan, path, maps[index])
+    in_order = sorted(found.items(), key=lambda item: (item[1].projection, item[1].layer))
+    return dict(in_order), foreign
 
 
 def _parents(projection: Projection) -> Iterator[str]:
     experts = projection.experts
     assert experts is not None
     for index in range(len(projection.numbers)):
-        yield from projection.modules(index * experts.count)
+        yield from projection.modules(index * len(experts.own))
 
 
 def _check_module(file: TensorFile, plan: LoraPlan, path: str, projection: Projection) -> None:

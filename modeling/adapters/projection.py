@@ -137,7 +137,8 @@ class BaseLinear:
 class ExpertMatrices:
     """A model's experts, for a projection that is one of their matrices.
 
-    count: experts of a layer. active: those of them that compute a token.
+    count: experts of a layer. own: those that this rank has; all, but where ranks have whole ones.
+    active: how many of a layer compute a token.
     parameter: the tensor of a layer's matrices [count, ...], e.g. "gate_up_proj".
     parameters: all parameters of the experts' module, in its order.
     start, total: the map's first output among those of `parameter`, and how many those are.
@@ -146,6 +147,7 @@ class ExpertMatrices:
     """
 
     count: int
+    own: range
     active: int
     parameter: str
     parameters: tuple[str, ...]
@@ -173,8 +175,8 @@ class Projection:
     stored_transposed: whether transformers' module keeps its weight as [in, out] (Conv1D).
     vectors: for norms, their parameters; `base` has the numbers of all of them.
     numbers: the numbers in paths of the layers that have it; () for all from 0 on.
-    experts: of a map that each expert has. Expert e of the i-th of those layers counts as layer
-    i * count + e, and `module` is the path of the experts' module.
+    experts: of a map that each expert has. The e-th of this rank's experts of the i-th of those
+    layers counts as layer i * len(own) + e, and `module` is the path of the experts' module.
     replaces: for whole linear maps, the index of the map's own projection. copies: the pages of
     their pool. blocks: how many 8 rows are one layer's.
 
@@ -216,7 +218,7 @@ class Projection:
 
     def modules(self, layer: int) -> tuple[str, ...]:
         """Return the paths by which adapters may name the module of a layer."""
-        index = layer if self.experts is None else layer // self.experts.count
+        index = layer if self.experts is None else layer // len(self.experts.own)
         layer = self.numbers[index] if self.numbers else index
         return tuple(path.format(layer=layer) for path in (self.module, *self.aliases))
 

@@ -32,6 +32,9 @@ from sharding.linear_weight import LinearWeight
 from sharding.loader import Weights
 from sources.model import fetch_model
 
+SPREAD_ON = ("cpu",)
+"""Types of devices on which ranks with whole experts were compared."""
+
 
 @dataclass(frozen=True)
 class LoadedWeights:
@@ -78,6 +81,7 @@ def load_model(config: EngineConfig, group: TensorParallel, device: torch.device
     started = time.monotonic()
     folder = fetch_model(config.model)
     architecture = load_architecture(folder).with_rope_length(config.model.dynamic_rope_length)
+    architecture = architecture.with_expert_parallel(_spreads(config, group, device))
     source: Checkpoint | DummySource
     scales = None
     is_dummy = config.model.load_format is LoadFormat.DUMMY
@@ -116,6 +120,16 @@ def load_model(config: EngineConfig, group: TensorParallel, device: torch.device
         bytes_by_form(cast(nn.Module, model)),
         scales,
     )
+
+
+def _spreads(config: EngineConfig, group: TensorParallel, device: torch.device) -> bool:
+    """Return whether ranks shall have whole experts; ValueError where they cannot."""
+    if config.expert_parallel and group.size > 1 and device.type not in SPREAD_ON:
+        raise ValueError(
+            "expert_parallel: ranks with whole experts were compared on CPUs alone: remove it, "
+            "then each rank has a part of every expert"
+        )
+    return config.expert_parallel
 
 
 def bytes_by_form(model: nn.Module) -> dict[str, int]:

@@ -26,6 +26,7 @@ def load_runner(
     why = padded_reason(architecture)
     if why is None:
         return load_paged(config, group, device)
+    architecture.with_expert_parallel(config.expert_parallel)
     logger.info("%s runs in transformers' padded code: %s", architecture.architecture, why)
     # Here, not above: paged models start without transformers.
     if isinstance(architecture, EncoderArchitecture):

@@ -375,7 +375,8 @@ class Setting:
     prompts, in tokens, under the real scheduler, its prefix cache and all; (): hand-made batches of
     other lengths. lost_at: after how many turns of that the ranks are lost and rebuilt. blocks: of
     the cache; None: more than are needed. linears: of which adapters may bring whole maps.
-    hits: prompts that the prefix cache must know, at least.
+    hits: prompts that the prefix cache must know, at least. spread: whether ranks have whole
+    experts.
     """
 
     family: str
@@ -391,6 +392,7 @@ class Setting:
     blocks: int | None = None
     linears: Sequence[str] = ()
     hits: int = 0
+    spread: bool = False
 
 
 @dataclass
@@ -516,7 +518,7 @@ def compare(
     ]
     config = engine_config(model)
     opened = config.adapters.model_copy(update=_opened(setting))
-    config = config.model_copy(update={"adapters": opened})
+    config = config.model_copy(update={"adapters": opened, "expert_parallel": setting.spread})
     if setting.blocks is not None:
         cache = config.cache.model_copy(update={"num_blocks": setting.blocks})
         config = config.model_copy(update={"cache": cache})

@@ -13,7 +13,7 @@ from modeling.runner.load_paged import load_paged
 from modeling.runner.paged import ModelRunner
 from sharding.group import TensorParallel
 from tests.modeling.parity import World, engine_config, place_all
-from tests.ranks import run_ranks
+from tests.ranks import run_in_memory, run_ranks
 from tests.sharding.views import CountedRanks
 
 LAYERS = 2
@@ -89,3 +89,20 @@ def test_adapters_of_the_vocabulary_add_none(world: World) -> None:
         return counted(group, runner, ForwardBatch(joins([0, -1], Sampling()), rows))
 
     assert run_ranks(2, on_rank) == [Counter(sum=1 + 2 * LAYERS, gather=1)] * 2
+
+
+@pytest.mark.parametrize("spread", [False, True])
+def test_whole_experts_are_summed_as_their_parts_are(world: World, spread: bool) -> None:
+    model = world.model("mixture", "qwen3_moe")
+    adapter = world.adapter("mixture", "qwen3_moe", "parameters")
+    assert adapter is not None
+    config = engine_config(model, expert_parallel=spread)
+
+    def on_rank(ranks: TensorParallel) -> Counter[str]:
+        group = CountedRanks(ranks)
+        runner = load_paged(config, group, torch.device("cpu")).allocate()
+        place_all(runner, [adapter])
+        rows = [StepRow(i, 0, 4, [2 * i], True) for i in range(2)]
+        return counted(group, runner, ForwardBatch(joins([0, -1], Sampling()), rows))
+
+    assert run_in_memory(2, on_rank) == [Counter(sum=1 + 2 * LAYERS, gather=1)] * 2

@@ -1,37 +1,70 @@
 """Adapters of routed experts, routers and shared experts against transformers + PEFT."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from configs.architectures.base import ArchitectureError
 from modeling.adapters import experts as products
 from modeling.adapters import peft_experts
 from modeling.adapters.experts import RoutedAdapter
 from modeling.adapters.peft_experts import ExpertParameter
-from modeling.models.generic import experts
+from modeling.models.generic import experts, reading, routed_projections
+from modeling.runner.loading import load_model
+from sharding.group import LoneRank
 from sharding.tensor_file import TensorFile
 from tests.checkpoints_generic import MIXTURES
-from tests.modeling.parity import BASE, Setting, World, compare, expect_mismatch
+from tests.modeling.parity import BASE, Setting, World, compare, engine_config, expect_mismatch
 
 # PEFT looks for patterns of parameters among modules, and warns that it found none.
 pytestmark = pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")
 
 NAMES = [BASE, "parameters", "everything"]
+VARIANTS = (*MIXTURES, "olmoe", "qwen2_moe", "phimoe", "deepseek_v2")
 MORE = {"qwen3_moe": ["r8", "router", "down", "ranks"], "deepseek_v3": ["r8", "shared"]}
 QWEN3 = Setting("mixture", "qwen3_moe", 1, ["parameters", BASE, "ranks"])
 QWEN3_CUT = Setting("mixture", "qwen3_moe", 2, ["parameters", BASE])
+QWEN3_SPREAD = replace(QWEN3_CUT, spread=True)
 ROUTER = Setting("mixture", "qwen3_moe", 1, ["router"])
 JOINED = Setting("converted", "qwen3_moe", 1, ["joined"])
 MODULES = Setting("converted", "qwen3_moe", 1, ["modules"])
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("variant", [*MIXTURES, "olmoe", "qwen2_moe"])
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_experts(world: World, variant: str, ranks: int) -> None:
     """Base and adapters in one batch; everything: attention, experts, shared ones and router."""
     compare(world, Setting("mixture", variant, ranks, [*NAMES, *MORE.get(variant, [])]))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("variant", [*VARIANTS, "six_experts"])
+def test_whole_experts_on_each_rank(world: World, variant: str, ranks: int) -> None:
+    """Six over four ranks: two of them have two, two have one."""
+    names = [*NAMES, *MORE.get(variant, [])]
+    compare(world, Setting("mixture", variant, ranks, names, spread=True))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_what_peft_converts_over_whole_experts(world: World, ranks: int) -> None:
+    names = [BASE, "trained", "modules", "joined"]
+    compare(world, Setting("converted", "qwen3_moe", ranks, names, spread=True))
+
+
+def test_a_model_without_experts(world: World) -> None:
+    with pytest.raises(ArchitectureError, match="Olmo2ForCausalLM has no routed experts"):
+        compare(world, Setting("generic", "olmo2", 1, [BASE], spread=True))
+    with pytest.raises(ArchitectureError, match="LlamaForCausalLM has no routed experts"):
+        compare(world, Setting("llama", "gqa", 1, [BASE], spread=True))
+
+
+def test_where_whole_experts_were_not_compared(world: World) -> None:
+    config = engine_config(world.model("mixture", "qwen3_moe"), expert_parallel=True)
+    with pytest.raises(ValueError, match="on CPUs alone: remove it"):
+        load_model(config, LoneRank(0, 2), torch.device("cuda"))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -149,16 +182,44 @@ def test_tokens_of_the_base_adapted_too(world: World, monkeypatch: Patch) -> Non
 
 
 def test_every_rank_has_the_first_cut(world: World, monkeypatch: Patch) -> None:
-    real = experts._maps
+    real = routed_projections._maps
 
     def maps(*given: Any) -> Any:
         for each in real(*given):
             is_up = each.name != "down_proj"
             first = tuple((0, b - a) for a, b in each.outputs) if is_up else each.outputs
-            yield experts._Map(each.name, each.parameter, each.start, each.size, each.inputs, first)
+            yield replace(each, outputs=first)
 
-    monkeypatch.setattr(experts, "_maps", maps)
+    monkeypatch.setattr(routed_projections, "_maps", maps)
     expect_mismatch(world, QWEN3_CUT)
+
+
+def test_every_rank_has_the_first_experts(world: World, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(experts, "spread_experts", lambda count, _, ranks: range(count // ranks))
+    expect_mismatch(world, QWEN3_SPREAD)
+
+
+def test_every_rank_has_the_first_experts_factors(world: World, monkeypatch: Patch) -> None:
+    real = ExpertParameter.stacks
+
+    def stacks(self: ExpertParameter, file: TensorFile) -> Any:
+        return real(replace(self, own=range(len(self.own))), file)
+
+    monkeypatch.setattr(ExpertParameter, "stacks", stacks)
+    expect_mismatch(world, QWEN3_SPREAD)
+
+
+def test_pairs_of_other_ranks_computed_by_the_last_expert(world: World, monkeypatch: Patch) -> None:
+    def local(self: experts.RoutedModule, ids: Tensor) -> Tensor:
+        return (ids - self.own.start).clamp(0, len(self.own) - 1)
+
+    monkeypatch.setattr(experts.RoutedModule, "local", local)
+    expect_mismatch(world, QWEN3_SPREAD)
+
+
+def test_whole_experts_not_summed(world: World, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(reading, "_summed", lambda _group, _module, _inputs, output: output)
+    expect_mismatch(world, QWEN3_SPREAD)
 
 
 def test_routers_left_as_they_are(world: World, monkeypatch: Patch) -> None:
@@ -167,5 +228,5 @@ def test_routers_left_as_they_are(world: World, monkeypatch: Patch) -> None:
 
 
 def test_without_a_fault_nothing_differs(world: World) -> None:
-    for setting in (QWEN3, QWEN3_CUT, ROUTER, JOINED, MODULES):
+    for setting in (QWEN3, QWEN3_CUT, QWEN3_SPREAD, ROUTER, JOINED, MODULES):
         compare(world, setting)

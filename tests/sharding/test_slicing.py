@@ -4,7 +4,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sharding.slicing import Segments, cut_heads, cut_vocabulary, cut_width, even_cut, whole, width
+from sharding.slicing import (
+    Segments,
+    cut_heads,
+    cut_vocabulary,
+    cut_width,
+    even_cut,
+    spread_experts,
+    whole,
+    width,
+)
 
 
 def indices(segments: Segments) -> list[int]:
@@ -17,6 +26,17 @@ def test_even_cuts_partition(share: int, ranks: int) -> None:
     size = share * ranks
     joined = [i for rank in range(ranks) for i in indices(even_cut(size, rank, ranks, "x"))]
     assert joined == list(range(size)) == indices(whole(size))
+
+
+def test_whole_experts_are_spread() -> None:
+    assert [spread_experts(6, rank, 4) for rank in range(4)] == [
+        range(1),
+        range(1, 3),
+        range(3, 4),
+        range(4, 6),
+    ]
+    with pytest.raises(ValueError, match=r"2 experts are less than tensor_parallel = 4"):
+        spread_experts(2, 0, 4)
 
 
 def test_an_uneven_cut_says_what_to_change() -> None:

@@ -78,10 +78,11 @@ class GenericForCausalLM(nn.Module):
             self.causal, plan, weights, self._step
         )
         on_gpu = self.device.type == "cuda"
-        routed = RoutedLayers(self.causal, plan, len(self.projections), on_gpu)
+        over = weights.group if architecture.expert_parallel else None
+        routed = RoutedLayers(self.causal, plan, len(self.projections), on_gpu, over)
         self.projections = (*self.projections, *routed.projections)
         self.adapts_experts_on_gpus = routed.on_gpus
-        read_rest(self.causal, plan, weights)
+        read_rest(self.causal, plan, weights, routed.own)
         routed.install(self._step, self.device)
         stacked = [each for each in self.causal.parameters() if each.dim() == 3]
         # torch's product of groups reads their sizes on the host, but for half precision.

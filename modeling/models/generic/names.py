@@ -33,19 +33,29 @@ class StackedExperts:
     parts: dict[int, dict[int, str]] = field(default_factory=lambda: defaultdict(dict))
 
     def read(
-        self, weights: Weights, shape: tuple[int, ...], rows: Segments, columns: Segments
+        self,
+        weights: Weights,
+        shape: tuple[int, ...],
+        rows: Segments,
+        columns: Segments,
+        experts: range | None = None,
     ) -> Tensor:
-        """[experts, rows, columns] of the whole `shape`; rows: of all parts together."""
-        experts, height, wide = shape
+        """[experts, rows, columns] of the whole `shape`; rows: of all parts together.
+
+        experts: those to read; None: all.
+        """
+        count, height, wide = shape
+        experts = range(count) if experts is None else experts
         each = height // len(self.parts)
-        made = weights.empty(experts, width(rows), width(columns))
+        made = weights.empty(len(experts), width(rows), width(columns))
         start = 0
         for part in sorted(self.parts):
             own = _within(rows, part * each, each)
             stop = start + width(own)
-            for expert in range(experts):
-                name = self.parts[part][expert]
-                made[expert, start:stop] = weights.read(name, (each, wide), own, columns)
+            names = self.parts[part]
+            for index, expert in enumerate(experts):
+                made[index, start:stop] = weights.read(names[expert], (each, wide), own, columns)
+            weights.leave(*(name for expert, name in names.items() if expert not in experts))
             start = stop
         return made
 

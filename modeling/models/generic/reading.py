@@ -1,7 +1,7 @@
 """Reads what transformers' own modules keep of a checkpoint: norms, experts, routers, buffers."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -16,16 +16,19 @@ from sharding.loader import Weights
 from sharding.slicing import Segments, whole
 
 
-def read_rest(causal: PreTrainedModel, plan: CutPlan, weights: Weights) -> None:
+def read_rest(
+    causal: PreTrainedModel, plan: CutPlan, weights: Weights, own: Mapping[str, range]
+) -> None:
     """Read every parameter that is still transformers' own, and move its buffers.
 
-    Experts are cut as the plan says and their outputs summed; what is kept for each head is cut
-    like the heads; all else is whole on every rank.
+    Experts are cut as the plan says, or those of `own` are read whole (by their module's path), and
+    their outputs summed; what is kept for each head is cut like the heads; all else is whole on
+    every rank.
     """
     names = SourceNames(causal, weights.names())
     for target, name in names.plain().items():
         weights.stand_in(target, name)
-    reader = _Reader(causal, plan, weights, names)
+    reader = _Reader(causal, plan, weights, names, own)
     for path, module in _unread(causal):
         reader.parameters(path, module)
         reader.buffers(path, module)
@@ -35,9 +38,15 @@ class _Reader:
     """Reads the tensors of single modules."""
 
     def __init__(
-        self, causal: PreTrainedModel, plan: CutPlan, weights: Weights, names: SourceNames
+        self,
+        causal: PreTrainedModel,
+        plan: CutPlan,
+        weights: Weights,
+        names: SourceNames,
+        own: Mapping[str, range],
     ) -> None:
         self._plan = plan
+        self._own = own
         self._weights = weights
         self._names = names
         kept: Any = getattr(causal, "_keep_in_fp32_modules_strict", None) or ()
@@ -45,12 +54,16 @@ class _Reader:
 
     def parameters(self, path: str, module: nn.Module) -> None:
         """Read a module's own parameters."""
-        is_cut = False
+        own = self._own.get(path)
+        is_cut = own is not None
         for name, parameter in list(module.named_parameters(recurse=False)):
             full, shape = f"{path}.{name}", tuple(parameter.shape)
-            cut = self._plan.experts(full, shape) if len(shape) == 3 else None
-            is_cut |= cut is not None
-            tensor = self._read(full, shape, cut)
+            if own is not None and shape[:1] == (getattr(module, "num_experts", None),):
+                tensor = self._read_own(full, shape, own)
+            else:
+                cut = self._plan.experts(full, shape) if len(shape) == 3 else None
+                is_cut |= cut is not None
+                tensor = self._read(full, shape, cut)
             setattr(module, name, nn.Parameter(tensor, requires_grad=False))
         if is_cut:
             module.register_forward_hook(partial(_summed, self._weights.group))
@@ -63,6 +76,15 @@ class _Reader:
             if kept and weights.has(full):
                 buffer = weights.read(full, tuple(buffer.shape), dtype=buffer.dtype)
             setattr(module, name, buffer.to(weights.device))
+
+    def _read_own(self, name: str, shape: tuple[int, ...], own: range) -> Tensor:
+        """Read this rank's experts of a tensor of all, of any number of dimensions."""
+        stacked = self._names.stacked(name)
+        if stacked is not None:
+            _, rows, columns = shape
+            return stacked.read(self._weights, shape, whole(rows), whole(columns), own)
+        dtype = torch.float32 if self._wide.search(name) else None
+        return self._weights.read(name, shape, rows=((own.start, own.stop),), dtype=dtype)
 
     def _read(
         self, name: str, shape: tuple[int, ...], cut: tuple[Segments, Segments] | None

@@ -14,7 +14,7 @@ from configs.adapters import AdaptersConfig
 from configs.wire.adapters import AdapterError
 from modeling.adapters.peft import open_adapter
 from modeling.adapters.projection import ExpertMatrices, Projection, ProjectionKind
-from modeling.models.generic.experts import CONVERTED
+from modeling.models.generic.routed_projections import CONVERTED
 from modeling.runner.adapter_check import judge
 from tests.modeling.adapters.lora_files import UP, write_lora
 
@@ -37,6 +37,7 @@ def _map(name: str, sizes: tuple[int, int], start: int, total: int, parameter: s
         numbers=NUMBERS,
         experts=ExpertMatrices(
             COUNT,
+            range(COUNT),
             2,
             parameter,
             ("gate_up_proj", "gate_up_proj_bias", "down_proj"),
@@ -113,6 +114,46 @@ def test_one_expert_alone(tmp_path: Path) -> None:
     adapter = open_adapter(write_lora(tmp_path, GATE), MAPS, 8)
     ((at, rank),) = adapter.ranks.items()
     assert (at.projection, at.layer, rank) == (1, 2, 4)
+
+
+def spread(own: range) -> tuple[Projection, ...]:
+    """The maps of a rank that has some of the experts whole."""
+    return (UP, *(_of_rank(each, own) for each in MAPS[1:]))
+
+
+def _of_rank(projection: Projection, own: range) -> Projection:
+    assert projection.experts is not None
+    experts = replace(projection.experts, own=own)
+    return replace(projection, num_layers=len(NUMBERS) * len(own), experts=experts)
+
+
+@pytest.mark.parametrize("own", [range(1), range(1, 3)])
+def test_a_rank_s_own_experts(tmp_path: Path, own: range) -> None:
+    folder = write_lora(tmp_path, both(4) | both(4, number=3), **BARE)
+    all_of = {m.position: m for m in open_adapter(folder, MAPS, 8).read()}
+    found = list(open_adapter(folder, spread(own), 8).read())
+    assert len(found) == 3 * len(NUMBERS) * len(own)
+    for each in found:
+        layer, expert = divmod(each.position.layer, len(own))
+        at = replace(each.position, layer=layer * COUNT + expert + own.start)
+        assert torch.equal(each.a, all_of[at].a)
+        assert torch.equal(each.b, all_of[at].b)
+
+
+def test_every_rank_takes_as_many_pages(tmp_path: Path) -> None:
+    """One expert's module, which one rank has, and a smaller one on the other."""
+    other = single(2, 0, "down_proj", (INNER, HIDDEN)) | single(5, 2, "down_proj", (INNER, HIDDEN))
+    ranks = {"rank_pattern": {"experts.0.down_proj": 2, "experts.2.down_proj": 5}}
+    targets = ["gate_proj", "down_proj"]
+    folder = write_lora(tmp_path, GATE | other, target_modules=targets, **ranks)
+    for own in (range(2), range(2, 3)):
+        adapter = open_adapter(folder, spread(own), 8)
+        most = {1: 0, 3: 0}
+        for at, rank in adapter.ranks.items():
+            most[at.projection] = max(rank, most[at.projection])
+        assert most == {1: 4, 3: 5}
+        read = {(m.position.projection, len(m.a)) for m in adapter.read()}
+        assert read == ({(3, 2)} if 0 in own else {(1, 4), (3, 5)})
 
 
 REFUSALS: dict[str, tuple[dict[str, Tensor], dict[str, Any], str]] = {
