@@ -7,6 +7,7 @@ Opening a pipe blocks until it has a writer, and a mapped file that is cut short
 import os
 import stat
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
@@ -21,6 +22,9 @@ _VOCABULARIES = (
     "*.tiktoken",
     "tekken.json",
 )
+_MOST_BUFFERS = 1024
+"""Buffers of one call: Linux's IOV_MAX."""
+
 _FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
@@ -83,6 +87,21 @@ class RegularFile:
             if not count:
                 raise FileChanged(f"{self.name} ended early: it was changed while it was read")
             done += count
+
+    def scatter(self, buffers: Sequence[memoryview], offset: int) -> None:
+        """Read what follows byte `offset` into one buffer after the other, in few calls.
+
+        FileChanged if the file is shorter.
+        """
+        for first in range(0, len(buffers), _MOST_BUFFERS):
+            some = buffers[first : first + _MOST_BUFFERS]
+            count = os.preadv(self.descriptor, some, offset)
+            for buffer in some:
+                done = min(count, len(buffer))
+                if done < len(buffer):  # The call was cut short.
+                    self.read_into(buffer[done:], offset + done)
+                count -= done
+                offset += len(buffer)
 
     def read(self, offset: int, count: int) -> bytes:
         """Return `count` bytes from `offset` on; FileChanged if the file is shorter."""

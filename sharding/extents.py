@@ -7,6 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from math import prod
+from operator import itemgetter
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -62,18 +64,58 @@ def read_whole(file: RegularFile, extent: Extent) -> Tensor:
     return read_cut(file, extent, tuple(whole(size) for size in extent.shape))
 
 
-def read_stack(file: RegularFile, extents: Sequence[Extent]) -> Tensor:
-    """Read whole tensors of one type and shape into new memory, [extents, *shape].
+class Stacks(NamedTuple):
+    """Tensors of one type and shape behind each other, [count, *shape] each; and all numbers.
 
-    For many small ones: each is one read, which other threads of the interpreter do not wait for.
+    flat: those of each type, [numbers], of which the stacks may be views.
     """
-    first = extents[0]
-    out = torch.empty(len(extents), *first.shape, dtype=first.dtype)
-    data = _as_bytes(out.view(-1).view(torch.uint8).numpy())
-    for index, extent in enumerate(extents):
-        file.read_into(data[index * first.nbytes : (index + 1) * first.nbytes], extent.begin)
+
+    stacks: list[Tensor]
+    flat: list[Tensor]
+
+
+def read_stacks(file: RegularFile, stacks: Sequence[Sequence[Extent]]) -> Stacks:
+    """Read whole tensors into new memory; those of a stack have one type and shape.
+
+    What lies one after the other in the file is one call, however it is spread over the stacks: a
+    thread waits for the interpreter after each call, and longest where many others read.
+    """
+    targets: list[tuple[int, memoryview]] = []
+    found, flat = list[Tensor](), dict[torch.dtype, Tensor]()
+    done = dict[torch.dtype, int]()
+    for dtype in {stack[0].dtype for stack in stacks}:
+        size = sum(each.nbytes for stack in stacks for each in stack if each.dtype is dtype)
+        # NumPy requests huge pages, as in `read_cut`.
+        flat[dtype], done[dtype] = torch.from_numpy(np.empty(size, np.uint8)).view(dtype), 0
+    data = {dtype: _as_bytes(own.view(torch.uint8).numpy()) for dtype, own in flat.items()}
+    for stack in stacks:
+        dtype, nbytes = stack[0].dtype, stack[0].nbytes
+        first = done[dtype]
+        for extent in stack:
+            targets.append((extent.begin, data[dtype][done[dtype] : done[dtype] + nbytes]))
+            done[dtype] += nbytes
+        own = flat[dtype][first // dtype.itemsize : done[dtype] // dtype.itemsize]
+        found.append(own.view(len(stack), *stack[0].shape))
+    for begin, buffers in _consecutive(targets):
+        file.scatter(buffers, begin)
     file.check_unchanged()
-    return out
+    return Stacks(found, [*flat.values()])
+
+
+def _consecutive(
+    targets: Sequence[tuple[int, memoryview]],
+) -> Iterator[tuple[int, list[memoryview]]]:
+    """Yield what lies in one piece of a file: its first byte, and the buffers that take it."""
+    begin, end, buffers = 0, 0, list[memoryview]()
+    for first, buffer in sorted(targets, key=itemgetter(0)):
+        if buffers and first != end:
+            yield begin, buffers
+            buffers = []
+        if not buffers:
+            begin = first
+        buffers.append(buffer)
+        end = first + len(buffer)
+    yield begin, buffers
 
 
 def read_cut(

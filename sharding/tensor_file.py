@@ -19,7 +19,7 @@ from configs.reading import (
     RegularFile,
     safetensors_header_bytes,
 )
-from sharding.extents import CPU, Extent, read_cut, read_stack, read_whole
+from sharding.extents import CPU, Extent, Stacks, read_cut, read_stacks, read_whole
 from sharding.slicing import Segments, whole
 
 WHOLE_BYTES = 2**25
@@ -111,6 +111,11 @@ class TensorFile:
         """Return a tensor's shape."""
         return tuple(self._entries[key].shape)
 
+    def size(self, key: str) -> int:
+        """Return a tensor's bytes."""
+        first, stop = self._entries[key].data_offsets
+        return stop - first
+
     def dtype(self, key: str) -> str:
         """Return a tensor's type as the file names it."""
         return self._entries[key].dtype
@@ -139,12 +144,15 @@ class TensorFile:
 
     def stack(self, keys: Sequence[str]) -> Tensor:
         """Read tensors of one shape into new memory, [keys, *shape]."""
-        extents = [self._extent(key) for key in keys]
-        kinds = {(extent.dtype, extent.shape) for extent in extents}
-        # torch.stack copies tensors that are in memory already; a large file is read into `out`.
-        if len(kinds) > 1 or self._file.size - self._begin <= WHOLE_BYTES:
-            return torch.stack([self.get_tensor(key) for key in keys])
-        return read_stack(self._file, extents)
+        return self.stacks([keys]).stacks[0]
+
+    def stacks(self, stacks: Sequence[Sequence[str]]) -> Stacks:
+        """Read stacks of tensors, each of one shape, together into new memory."""
+        extents = [[self._extent(key) for key in keys] for keys in stacks]
+        if all(len({(each.dtype, each.shape) for each in stack}) == 1 for stack in extents):
+            return read_stacks(self._file, extents)
+        found = [torch.stack([self.get_tensor(key) for key in keys]) for keys in stacks]
+        return Stacks(found, found)
 
     def _extent(self, key: str) -> Extent:
         entry = self._entries[key]

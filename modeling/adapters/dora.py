@@ -2,12 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 
-from torch import Tensor
-
 from modeling.adapters.faults import refuse
 from modeling.adapters.peft_config import LoraPlan
 from modeling.adapters.peft_ends import PREFIX
-from modeling.adapters.peft_tensors import check_finite, check_outputs
+from modeling.adapters.peft_tensors import check_outputs
 from modeling.adapters.projection import (
     ModulePosition,
     Projection,
@@ -55,10 +53,3 @@ def _check(file: TensorFile, key: str, projection: Projection) -> None:
     check_outputs(file, key, projection)
 
 
-def read_magnitudes(file: TensorFile, modules: Sequence[str]) -> Tensor:
-    """Read modules' magnitudes, float32 [modules, out]; refuses values that are not finite."""
-    keys = [magnitude_key(module) for module in modules]
-    found = file.stack(keys).float()
-    for key, magnitudes in zip(keys, found, strict=True):
-        check_finite(key, magnitudes)
-    return found

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from configs.reading import DamagedFile
 from configs.wire.adapters import AdapterRefusal
 from modeling.adapters.biases import BiasTensors
-from modeling.adapters.dora import read_magnitudes
+from modeling.adapters.dora import magnitude_key
 from modeling.adapters.factor_names import FactorNames, factor_names
 from modeling.adapters.faults import refuse
 from modeling.adapters.peft_config import LoraPlan
@@ -26,11 +26,12 @@ from modeling.adapters.peft_tokens import TokenTensor
 from modeling.adapters.peft_whole import WholeLinearTensors
 from modeling.adapters.projection import ModulePosition, Projection
 from modeling.adapters.stacks import LoraModule, LoraStack
+from sharding.extents import Stacks
 from sharding.tensor_file import TensorFile
 
-STACK_NUMBERS = 2**20
-"""Most elements of a stack's factor: a part of a large adapter is converted and copied at a time,
-so staging needs little memory beside the host tier."""
+PART_BYTES = 2**24
+"""Most bytes of modules that are read and converted at a time, if one alone has not more: staging
+needs little memory beside the host tier, and few calls."""
 
 
 @dataclass(frozen=True)
@@ -106,15 +107,14 @@ class PeftAdapter:
             yield from stack.modules()
 
     def stacks(self) -> Iterator[LoraStack]:
-        """Yield the modules in stacks, in the model's order: one call of torch serves many."""
+        """Yield the modules in stacks, some layers after the other: one call serves many."""
         with reading():
             self.ends.check_copies(self.file)
-        for (index, rank, scale, *_), group in itertools.groupby(self.modules, self._kind):
-            projection, names = self.projections[index], list(group)
-            widest = max(projection.in_features, projection.out_features)
-            count = max(1, STACK_NUMBERS // (rank * widest))
-            for first in range(0, len(names), count):
-                yield self._stack(index, names[first : first + count], scale)
+        for names in self._parts():
+            kinds: dict[Hashable, list[str]] = {}
+            for name in names:
+                kinds.setdefault(self._kind(name), []).append(name)
+            yield from self._stacks([*kinds.values()])
         for module, at in self.bare.items():
             yield self._zeros(module, at)
         for each in self.tokens:
@@ -126,8 +126,26 @@ class PeftAdapter:
         """Return the names of a module's factors."""
         return factor_names(module, self.projections[self.modules[module].projection], self.plan)
 
-    def _kind(self, module: str) -> tuple[int, int, float, bool, bool]:
-        """Return the projection, rank, scaling and lie of a module, which a stack's share."""
+    def _parts(self) -> Iterator[list[str]]:
+        """Yield some modules after the other, layer by layer, as they lie in a file."""
+        part, size = list[str](), 0
+        for module in sorted(self.modules, key=lambda module: self.modules[module].layer):
+            own = sum(map(self.file.size, self._keys(module)))
+            if part and size + own > PART_BYTES:
+                yield part
+                part, size = [], 0
+            part.append(module)
+            size += own
+        if part:
+            yield part
+
+    def _keys(self, module: str) -> tuple[str, ...]:
+        """Return the names of a module's tensors that are read together."""
+        names = self.names(module)
+        return (names.a, names.b, *([magnitude_key(module)] if self.plan.use_dora else ()))
+
+    def _kind(self, module: str) -> Hashable:
+        """Return what the modules of a stack have in common."""
         index, rank = self.modules[module].projection, self.plan.rank_of(module)
         scale, flipped = self.plan.scaling_of(module), self.names(module).flipped
         return index, rank, scale, flipped, module in self.plan.parts
@@ -149,27 +167,36 @@ class PeftAdapter:
         with reading():
             return list(part.stacks(self.file))
 
-    def _stack(self, index: int, names: Sequence[str], scale: float) -> LoraStack:
-        factors_of = [self.names(name) for name in names]
-        keys_a, keys_b = [each.a for each in factors_of], [each.b for each in factors_of]
+    def _stacks(self, groups: Sequence[Sequence[str]]) -> Iterator[LoraStack]:
+        """Read groups of modules, each of one kind, and yield a stack of each."""
+        # Keys of A, of B and of magnitudes, for each group.
+        keys = [list(zip(*map(self._keys, names), strict=True)) for names in groups]
         with reading():
-            a, b = self.file.stack(keys_a), self.file.stack(keys_b)
-        if factors_of[0].flipped:
+            found = self.file.stacks([each for of_group in keys for each in of_group])
+        _check_finite([key for of_group in keys for each in of_group for key in each], found)
+        tensors = iter(found.stacks)
+        for names, of_group in zip(groups, keys, strict=True):
+            yield self._stack(names, list(itertools.islice(tensors, len(of_group))))
+
+    def _stack(self, names: Sequence[str], tensors: Sequence[Tensor]) -> LoraStack:
+        """Return a stack; tensors: as the file has them, [modules, ...] each."""
+        a, b, *magnitudes = (t.float() if t.dtype is torch.float64 else t for t in tensors)
+        factors, scale = self.names(names[0]), self.plan.scaling_of(names[0])
+        if factors.flipped:
             a, b = a.transpose(1, 2), b.transpose(1, 2)
-        b = factors_of[0].own(b)
-        a, b = (each.float() if each.dtype is torch.float64 else each for each in (a, b))
-        for keys, factors in ((keys_a, a), (keys_b, b)):
-            # One sum for the whole stack; only if it is not finite, a look at each tensor.
-            if not math.isfinite(factors.sum()):
-                for key, factor in zip(keys, factors, strict=True):
-                    check_finite(key, factor)
-        layers = tuple(self.modules[name].layer for name in names)
+        positions = [self.modules[name] for name in names]
         with reading():
-            magnitudes = read_magnitudes(self.file, names) if self.plan.use_dora else None
             biases, base_biases = self.biases.read(self.file, names, [scale] * len(names))
-        stack = LoraStack(index, layers, a, b, magnitudes, biases, base_biases, scale)
-        if self.plan.use_dora:  # Its norms are of the scaled B.
-            stack = replace(stack, b=stack.scaled_b(torch.float32), scale=1.0)
+        layers = tuple(position.layer for position in positions)
+        stack = LoraStack(
+            *(positions[0].projection, layers, a, factors.own(b)),
+            biases=biases,
+            base_biases=base_biases,
+            scale=scale,
+        )
+        if magnitudes:  # Norms are of the scaled B.
+            b = stack.scaled_b(torch.float32)
+            return replace(stack, b=b, scale=1.0, magnitudes=magnitudes[0].float())
         return stack
 
     def factors(self, module: str) -> tuple[Tensor, Tensor]:
@@ -190,6 +217,14 @@ class PeftAdapter:
                 yield self.score.read(self.file)
             yield from self.ends.read(self.file, self.projections)
             yield from self.whole.read(self.file, self.projections)
+
+
+def _check_finite(keys: Sequence[str], found: Stacks) -> None:
+    """Refuse NaN and infinity; keys: of all tensors."""
+    # One sum for all of a type; only if it is not finite, a look at each tensor.
+    if not all(math.isfinite(numbers.sum()) for numbers in found.flat):
+        for key, tensor in zip(keys, itertools.chain(*found.stacks), strict=True):
+            check_finite(key, tensor)
 
 
 @contextmanager

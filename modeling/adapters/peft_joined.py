@@ -6,6 +6,7 @@ the diagonal, each in its part's rows. The rank is the sum of theirs. This chang
 
 from collections.abc import Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from math import prod
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from modeling.adapters.peft_ends import PREFIX
 from modeling.adapters.peft_fused import FUSED
 from modeling.adapters.peft_tensors import check_file_rank, check_type
 from modeling.adapters.projection import ModulePosition, Projection, ProjectionKind
+from sharding.extents import Stacks
 from sharding.tensor_file import TensorFile
 
 _A, _B = ".lora_A.weight", ".lora_B.weight"
@@ -79,6 +81,10 @@ class JoinedFile(TensorFile):
         is_a = key.endswith(_A)
         return (rank, projection.in_features) if is_a else (projection.out_features, rank)
 
+    def size(self, key: str) -> int:
+        """Return a tensor's bytes."""
+        return prod(self.shape(key)) * 4 if key in self._joined else super().size(key)
+
     def dtype(self, key: str) -> str:
         """Return a tensor's type."""
         return "F32" if key in self._joined else super().dtype(key)
@@ -101,11 +107,12 @@ class JoinedFile(TensorFile):
             first += rank
         return found
 
-    def stack(self, keys: Sequence[str]) -> Tensor:
-        """Read tensors of one shape, [keys, *shape]."""
-        if not any(key in self._joined for key in keys):
-            return super().stack(keys)
-        return torch.stack([self.get_tensor(key) for key in keys])
+    def stacks(self, stacks: Sequence[Sequence[str]]) -> Stacks:
+        """Read stacks of tensors, each of one shape."""
+        if not any(key in self._joined for keys in stacks for key in keys):
+            return super().stacks(stacks)
+        found = [torch.stack([self.get_tensor(key) for key in keys]) for keys in stacks]
+        return Stacks(found, found)
 
     def _keys_of(self, path: str) -> Iterator[str]:
         for part in self._plan.joined[path]:
