@@ -1,45 +1,50 @@
-"""How an adapter's matrices lie in the chunks of the pinned pool."""
+"""How an adapter's matrices lie in pieces of the pinned pool.
 
-from collections.abc import Sequence
+A piece is one chunk or several neighbours. An adapter that fits into some chunks, each by itself,
+fits into the same chunks in larger pieces.
+"""
+
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class RowRange:
-    """Rows of a matrix in one chunk.
+    """Rows of a matrix in one piece.
 
-    chunk: index among the adapter's chunks.
-    offset: elements from the chunk's start.
+    piece: index among the adapter's pieces.
+    offset: elements from the piece's start.
     shape: (rows, width).
     """
 
-    chunk: int
+    piece: int
     offset: int
     shape: tuple[int, int]
 
 
 @dataclass(frozen=True)
 class ChunkLayout:
-    """The row ranges of an adapter's matrices, and how many chunks they take."""
+    """The row ranges of an adapter's matrices, and how many pieces they take."""
 
     matrices: tuple[tuple[RowRange, ...], ...]
-    num_chunks: int
+    num_pieces: int
 
 
-def lay_out(matrices: Sequence[tuple[int, int]], chunk: int) -> ChunkLayout:
-    """Lay out matrices of (rows, width) in chunks of `chunk` elements; no row crosses a chunk."""
+def lay_out(matrices: Sequence[tuple[int, int]], pieces: Iterable[int]) -> ChunkLayout:
+    """Lay out matrices of (rows, width) in pieces of so many elements; no row crosses a piece."""
     laid = []
-    index, offset = 0, 0
+    sizes = iter(pieces)
+    index, offset, size = -1, 0, 0
     for rows, width in matrices:
-        assert width <= chunk, (width, chunk)
         ranges = []
         while rows and width:
-            count = min(rows, (chunk - offset) // width)
+            count = min(rows, (size - offset) // width)
             if count:
                 ranges.append(RowRange(index, offset, (count, width)))
             rows -= count
             offset += count * width
             if rows:
-                index, offset = index + 1, 0
+                index, offset, size = index + 1, 0, next(sizes)
+                assert width <= size, (width, size)
         laid.append(tuple(ranges))
-    return ChunkLayout(tuple(laid), index + 1 if offset else index)
+    return ChunkLayout(tuple(laid), index + 1)

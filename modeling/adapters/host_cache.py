@@ -1,14 +1,14 @@
 """HostAdapterCache: a rank's staged adapters in the pinned pool, laid out as the device's pools.
 
 A page of a projection has two matrices, A and Bt, each [layers * 8, width]. An adapter's matrices
-follow each other through its chunks in whole rows. So a matrix is one contiguous row range, or one
-for each chunk that it crosses; each row range is one copy to the device.
+follow each other through its pieces of the pool in whole rows. So a matrix is one contiguous row
+range, or one for each piece that it crosses; each row range is one copy to the device.
 """
 
+import itertools
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from types import MappingProxyType
 
@@ -63,14 +63,14 @@ class StagedAdapter:
 
     pages: for each projection.
     ranks: the true ones, int32 [projections, layers]; 0 where a layer is not adapted.
-    chunks: of the pinned pool.
+    chunks: of the pinned pool, in pieces.
     shape: pages and bytes, as the driver counts them.
     output_rows: for each projection, rows of Bt behind all LoRA rank rows.
     """
 
     pages: tuple[tuple[HostPage, ...], ...]
     ranks: Tensor
-    chunks: list[int]
+    chunks: list[range]
     shape: AdapterShape
     output_rows: tuple[OutputRows, ...]
 
@@ -170,7 +170,7 @@ class HostAdapterCache:
     def check(self) -> None:
         """Assert that the pool holds the staged adapters alone; not while one is read."""
         with self._lock:
-            chunks = [chunk for staged in self._staged.values() for chunk in staged.chunks]
+            chunks = [piece for staged in self._staged.values() for piece in staged.chunks]
             assert not self._reads, self._reads
         self.pool.check(chunks)
 
@@ -214,16 +214,16 @@ class HostAdapterCache:
         num_pages = tuple(
             -(-own.behind(rank) // PAGE_ROWS) for rank, own in zip(most, rows, strict=True)
         )
-        layout = self._layout(num_pages)
-        shape = AdapterShape(num_pages, layout.num_chunks * self.pool.chunk_bytes)
+        num_chunks = self._layout(num_pages, itertools.repeat(1)).num_pieces
+        shape = AdapterShape(num_pages, num_chunks * self.pool.chunk_bytes)
         self._check_fits(shape)
         if opened.is_scaled and not adapter.row_sums:
             self._norms.check_sums(opened.stacks())
-        chunks = self.pool.allocate(layout.num_chunks)
+        chunks = self.pool.allocate(num_chunks)
         if chunks is None:
             raise AdapterDeferred(shape)
         try:
-            pages = self._pages(layout, num_pages, chunks)
+            pages = self._pages(num_pages, chunks)
             self._zero(pages, ranks)
             self._write(opened, pages, rows, SummedRows(adapter.row_sums))
             # After the last read, so that no later write can have been missed.
@@ -251,30 +251,33 @@ class HostAdapterCache:
                 f"{self.capacity_bytes}: raise adapters.host_bytes",
             )
 
-    def _layout(self, num_pages: Sequence[int]) -> ChunkLayout:
+    def _layout(self, num_pages: Sequence[int], pieces: Iterable[int]) -> ChunkLayout:
+        """Lay out an adapter's pages; pieces: how many chunks each has."""
         matrices = []
         for projection, count in zip(self._projections, num_pages, strict=True):
             rows = projection.num_layers * PAGE_ROWS
             widths = (projection.local_inputs, projection.local_outputs)
             matrices += [(rows, width) for width in widths] * count
-        return lay_out(matrices, self.pool.chunk_bytes // self._dtype.itemsize)
+        chunk = self.pool.chunk_bytes // self._dtype.itemsize
+        return lay_out(matrices, (count * chunk for count in pieces))
 
     def _pages(
-        self, layout: ChunkLayout, num_pages: Sequence[int], chunks: Sequence[int]
+        self, num_pages: Sequence[int], chunks: Sequence[range]
     ) -> tuple[tuple[HostPage, ...], ...]:
+        layout = self._layout(num_pages, map(len, chunks))
         matrices = (self._matrix(ranges, chunks) for ranges in layout.matrices)
         return tuple(
             tuple(HostPage(next(matrices), next(matrices)) for _ in range(count))
             for count in num_pages
         )
 
-    def _matrix(self, ranges: Sequence[RowRange], chunks: Sequence[int]) -> HostMatrix:
+    def _matrix(self, ranges: Sequence[RowRange], chunks: Sequence[range]) -> HostMatrix:
         size = self._dtype.itemsize
         views = tuple(
-            self.pool.rows(chunks[part.chunk], part.offset * size, part.shape, self._dtype)
+            self.pool.rows(chunks[part.piece], part.offset * size, part.shape, self._dtype)
             for part in ranges
         )
-        return HostMatrix(views, (0, *accumulate(len(view) for view in views))[: len(views)])
+        return HostMatrix(views, (0, *itertools.accumulate(len(view) for view in views))[: len(views)])
 
     def _zero(self, pages: Sequence[Sequence[HostPage]], ranks: Tensor) -> None:
         """Set to zero what no module may write: other layers, rows beyond a true rank."""

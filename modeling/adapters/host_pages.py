@@ -57,7 +57,7 @@ class HostMatrix:
     def _write_pages(self, first: int, rows: Tensor) -> None:
         """Write all rows of layers, [layers, 8, width], however they lie in memory.
 
-        A chunk may end within a layer: its rows are written alone.
+        A piece may end within a layer: its rows are written alone.
         """
         done, total = 0, len(rows) * PAGE_ROWS
         while self.ranges and done < total:

@@ -1,15 +1,18 @@
 """PinnedPool: the host memory of all staged adapters, allocated at start and cut into chunks.
 
 Chunks have one size and an adapter may take any of them, so memory does not fragment: only the end
-of an adapter's last chunk and less than one row of each chunk are lost. On CUDA the memory is
-pinned once, because pinning takes a lock that every launch needs.
+of an adapter's last chunk and less than one row of each chunk are lost. It takes few pieces of
+neighbours where there are some, for what lies in one piece is copied by one call. On CUDA the
+memory is pinned once, because pinning takes a lock that every launch needs.
 """
 
+import bisect
 import threading
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,72 +26,103 @@ class PinnedPool:
         """Allocate the memory; pinned: for copies to a CUDA device beside its steps."""
         self.num_chunks = num_chunks
         self.chunk_bytes = chunk_bytes
-        self._memory = torch.empty(num_chunks * chunk_bytes, dtype=torch.uint8)
+        # NumPy requests huge pages: the first write to them is several times as fast, and later
+        # ones find their addresses sooner.
+        self._memory = torch.from_numpy(np.empty(num_chunks * chunk_bytes, np.uint8))
         if pinned and num_chunks:
             # Not at exit: CUDA may be gone by then, and the system frees the memory anyway.
             weakref.finalize(self, _pin(self._memory)).atexit = False
         # Chunks from here on were never taken, and the system has given them no memory yet (unless
         # it is pinned). Freed chunks are taken first, so memory that is not needed is not touched.
-        self._fresh = 0
-        self._free: list[int] = []
-        self._leaving: list[tuple[DeviceEvent, list[int]]] = []
+        self._fresh = num_chunks if pinned else 0
+        # Pieces in the pool's order; no two are neighbours.
+        self._free = [range(self._fresh)] if self._fresh else []
+        self._leaving: list[tuple[DeviceEvent, list[range]]] = []
         self._lock = threading.Lock()
 
     @property
     def num_taken(self) -> int:
         """Return how many chunks are taken or still being copied."""
         with self._lock:
-            return self._fresh - len(self._free)
+            return self._fresh - self._num_free()
 
-    def allocate(self, count: int) -> list[int] | None:
-        """Take `count` chunks, or None if there are fewer; waits for copies out of them."""
+    def allocate(self, count: int) -> list[range] | None:
+        """Take `count` chunks, in pieces; None if there are fewer. Waits for copies out of them."""
         with self._lock:
             self._collect(count)
             if count > self._room():
                 return None
-            taken = [self._free.pop() for _ in range(min(count, len(self._free)))]
-            fresh = count - len(taken)
-            taken += range(self._fresh, self._fresh + fresh)
-            self._fresh += fresh
+            taken = []
+            while count and self._free:
+                taken.append(self._take(count))
+                count -= len(taken[-1])
+            if count:
+                taken.append(range(self._fresh, self._fresh + count))
+                self._fresh += count
             return taken
 
-    def free(self, chunks: Sequence[int], after: DeviceEvent | None = None) -> None:
+    def free(self, pieces: Sequence[range], after: DeviceEvent | None = None) -> None:
         """Give chunks back; they are free once `after`, the last copy out of them, is done."""
         with self._lock:
             if after is None or after.query():
-                self._free.extend(chunks)
+                self._give(pieces)
             else:
-                self._leaving.append((after, list(chunks)))
+                self._leaving.append((after, list(pieces)))
 
-    def rows(self, chunk: int, offset: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        """Return a view of a chunk from `offset` bytes on, as [rows, width]."""
-        first = chunk * self.chunk_bytes + offset
+    def rows(self, piece: range, offset: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        """Return a view of a piece from `offset` bytes on, as [rows, width]."""
+        first = piece.start * self.chunk_bytes + offset
         num_bytes = shape[0] * shape[1] * dtype.itemsize
-        assert offset + num_bytes <= self.chunk_bytes, (offset, shape, dtype)
+        assert offset + num_bytes <= len(piece) * self.chunk_bytes, (offset, shape, dtype)
         return self._memory[first : first + num_bytes].view(dtype).view(shape)
 
-    def check(self, taken: Sequence[int]) -> None:
+    def check(self, taken: Sequence[range]) -> None:
         """Assert that every chunk is free, being copied, or in `taken` exactly once."""
         with self._lock:
-            leaving = [chunk for _, chunks in self._leaving for chunk in chunks]
-            found = sorted([*self._free, *leaving, *taken])
+            leaving = [piece for _, pieces in self._leaving for piece in pieces]
+            found = sorted(chunk for piece in (*self._free, *leaving, *taken) for chunk in piece)
             assert found == list(range(self._fresh)), "chunks are lost or taken twice"
             assert self._fresh <= self.num_chunks
+            ends = [piece.stop for piece in self._free]
+            assert not {piece.start for piece in self._free} & {*ends}, "neighbours are apart"
+
+    def _num_free(self) -> int:
+        return sum(map(len, self._free))
 
     def _room(self) -> int:
-        return self.num_chunks - self._fresh + len(self._free)
+        return self.num_chunks - self._fresh + self._num_free()
+
+    def _take(self, count: int) -> range:
+        """Take up to `count` chunks in one piece: of the smallest that has so many, else all."""
+        large = [piece for piece in self._free if len(piece) >= count]
+        found = min(large, key=len) if large else max(self._free, key=len)
+        index = self._free.index(found)
+        self._free[index : index + 1] = [found[count:]] if len(found) > count else []
+        return found[:count]
+
+    def _give(self, pieces: Sequence[range]) -> None:
+        """Add pieces to those that are free, joined with their neighbours."""
+        for piece in pieces:
+            index = bisect.bisect(self._free, piece.start, key=lambda free: free.start)
+            first, last = index, index
+            if index and self._free[index - 1].stop == piece.start:
+                first = index - 1
+            if index < len(self._free) and self._free[index].start == piece.stop:
+                last = index + 1
+            joined = [*self._free[first:index], piece, *self._free[index:last]]
+            self._free[first:last] = [range(joined[0].start, joined[-1].stop)]
 
     def _collect(self, count: int) -> None:
         """Free chunks after their copies; waits for copies only if `count` chunks are not free."""
         waiting = []
-        for after, chunks in self._leaving:
+        for after, pieces in self._leaving:
             # Only when there is no other room: a wait here holds up the thread that stages.
             if not after.query() and self._room() < count:
                 after.synchronize()
             if after.query():
-                self._free.extend(chunks)
+                self._give(pieces)
             else:
-                waiting.append((after, chunks))
+                waiting.append((after, pieces))
         self._leaving = waiting
 
 
