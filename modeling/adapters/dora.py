@@ -51,5 +51,3 @@ def _check(file: TensorFile, key: str, projection: Projection) -> None:
     if key not in file.keys():  # noqa: SIM118 - not a dictionary
         refuse(f"use_dora=True, but the file holds no {key}: save the adapter again")
     check_outputs(file, key, projection)
-
-

@@ -277,7 +277,9 @@ class HostAdapterCache:
             self.pool.rows(chunks[part.piece], part.offset * size, part.shape, self._dtype)
             for part in ranges
         )
-        return HostMatrix(views, (0, *itertools.accumulate(len(view) for view in views))[: len(views)])
+        return HostMatrix(
+            views, (0, *itertools.accumulate(len(view) for view in views))[: len(views)]
+        )
 
     def _zero(self, pages: Sequence[Sequence[HostPage]], ranks: Tensor) -> None:
         """Set to zero what no module may write: other layers, rows beyond a true rank."""

@@ -29,7 +29,7 @@ from modeling.adapters.peft_joined import join_parts
 from modeling.adapters.peft_names import WEIGHTS_NAME, open_tensors
 from modeling.adapters.peft_norms import find_norms, without_norms
 from modeling.adapters.peft_score import SCORE_KEY, find_score, without_score
-from modeling.adapters.peft_tensors import check_file_rank, check_shape, check_type
+from modeling.adapters.peft_tensors import FLOATS, check_file_rank, check_shape, check_type
 from modeling.adapters.peft_tokens import find_tokens
 from modeling.adapters.peft_whole import find_whole, trained_biases, without_whole
 from modeling.adapters.projection import (
@@ -187,7 +187,11 @@ def _check_tensors(adapter: PeftAdapter, faults: Faults) -> None:
         names, rank = adapter.names(module), adapter.plan.rank_of(module)
         projection = adapter.projections[position.projection]
         shape_a, shape_b = names.shapes(file)
-        for key, shape, is_a in ((names.a, shape_a, True), (names.b, shape_b, False)):
+        right_a, right_b = (rank, projection.in_features), (projection.out_features, rank)
+        for key, shape, right in ((names.a, shape_a, right_a), (names.b, shape_b, right_b)):
+            if shape == right and file.dtype(key) in FLOATS:
+                continue
+            is_a = right is right_a
             with faults.gather():
                 check_type(key, file.dtype(key))
                 check_shape(key, shape, is_a, projection)

@@ -36,8 +36,14 @@ class Modules:
             return self.pattern.fits(path)
         if self.all_linear:
             return is_linear
-        parts = path.split(".")
-        return any(".".join(parts[i:]) in self.names for i in range(len(parts)))
+        if not self.names or path in self.names:
+            return bool(self.names)
+        # Most names are the last part of a path.
+        start = len(path)
+        while (start := path.rfind(".", 0, start)) >= 0:
+            if path[start + 1 :] in self.names:
+                return True
+        return False
 
 
 @dataclass(frozen=True)
@@ -151,6 +157,8 @@ class PatternTable(Generic[Value]):
     def find(self, path: str) -> Value | None:
         """Return the first matching key's value; PatternError if that costs too much."""
         first = len(self._values)
+        if not first:
+            return None  # Most adapters have no table, and this runs for each module.
         # Every end of the path may be a key's last part, as its dots match any character.
         for start in range(len(path) + 1):
             for index, key in self._plain.get(path[start:], ()):

@@ -68,8 +68,7 @@ def test_a_large_file_is_written_stack_by_stack_to_the_same_pages(
     tier.stage(wanted)
     expected = staged_numbers(tier)
     tier.drop(wanted.key)
-    monkeypatch.setattr(tensor_file, "WHOLE_BYTES", 0)
-    monkeypatch.setattr(peft_adapter, "STACK_NUMBERS", 1)  # Each module is a stack of its own.
+    monkeypatch.setattr(peft_adapter, "PART_BYTES", 1)  # Each module is a part of its own.
     tier.stage(wanted)
     torch.testing.assert_close(staged_numbers(tier), expected, rtol=0, atol=0)
     tier.check()
@@ -106,9 +105,9 @@ def test_what_no_module_writes_is_zero_whatever_was_there(tmp_path: Path, ranks:
     found = []
     for before in (0x00, 0xFF):  # All bits: NaN.
         tier = host_copies()
-        for chunk in range(tier.pool.num_chunks):
-            whole = tier.pool.rows(chunk, 0, (1, tier.pool.chunk_bytes), torch.uint8)
-            whole.fill_(before)
+        pool = tier.pool
+        whole = pool.rows(range(pool.num_chunks), 0, (1, tier.capacity_bytes), torch.uint8)
+        whole.fill_(before)
         tier.stage(wanted)
         found.append(staged_numbers(tier))
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
