@@ -81,25 +81,25 @@ def read_stacks(file: RegularFile, stacks: Sequence[Sequence[Extent]]) -> Stacks
     thread waits for the interpreter after each call, and longest where many others read.
     """
     targets: list[tuple[int, memoryview]] = []
-    found, flat = list[Tensor](), dict[torch.dtype, Tensor]()
-    done = dict[torch.dtype, int]()
+    found, flat = dict[int, Tensor](), list[Tensor]()
     for dtype in {stack[0].dtype for stack in stacks}:
-        size = sum(each.nbytes for stack in stacks for each in stack if each.dtype is dtype)
+        own = {i: stack for i, stack in enumerate(stacks) if stack[0].dtype is dtype}
+        extents = [extent for stack in own.values() for extent in stack]
+        ends = [*itertools.accumulate(extent.nbytes for extent in extents)]
         # NumPy requests huge pages, as in `read_cut`.
-        flat[dtype], done[dtype] = torch.from_numpy(np.empty(size, np.uint8)).view(dtype), 0
-    data = {dtype: _as_bytes(own.view(torch.uint8).numpy()) for dtype, own in flat.items()}
-    for stack in stacks:
-        dtype, nbytes = stack[0].dtype, stack[0].nbytes
-        first = done[dtype]
-        for extent in stack:
-            targets.append((extent.begin, data[dtype][done[dtype] : done[dtype] + nbytes]))
-            done[dtype] += nbytes
-        own = flat[dtype][first // dtype.itemsize : done[dtype] // dtype.itemsize]
-        found.append(own.view(len(stack), *stack[0].shape))
+        memory = np.empty(ends[-1] // dtype.itemsize, f"i{dtype.itemsize}")
+        flat.append(torch.from_numpy(memory).view(dtype))
+        data = _as_bytes(memory)
+        starts = zip(extents, itertools.pairwise((0, *ends)), strict=True)
+        targets += ((extent.begin, data[first:stop]) for extent, (first, stop) in starts)
+        sizes = [len(stack) * prod(stack[0].shape) for stack in own.values()]
+        parts = torch.split(flat[-1], sizes)
+        for (index, stack), part in zip(own.items(), parts, strict=True):
+            found[index] = part.view(len(stack), *stack[0].shape)
     for begin, buffers in _consecutive(targets):
         file.scatter(buffers, begin)
     file.check_unchanged()
-    return Stacks(found, [*flat.values()])
+    return Stacks([found[index] for index in range(len(stacks))], flat)
 
 
 def _consecutive(

@@ -1,10 +1,12 @@
 """Files that others write: what is no regular file is refused at once, a changed one is noticed."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from configs import reading
 from configs.reading import FileChanged, NotRegular, OutsideRoot, RegularFile, read_text
 
 
@@ -23,6 +25,33 @@ def test_bytes_are_read_by_position(path: Path) -> None:
         file.read_into(memoryview(buffer), 8)
         assert buffer == b"89"
         file.check_unchanged()
+
+
+@pytest.mark.parametrize("most", [1, 3, 100])
+def test_bytes_are_read_into_several_buffers(
+    path: Path, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    """The system may return less than a call wants, and takes so many buffers at once."""
+    whole = os.preadv
+
+    def short(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        data = bytearray(min(most, sum(map(len, buffers))))
+        count = whole(descriptor, [data], offset)
+        for buffer in buffers:
+            part = data[: len(buffer)]
+            buffer[: len(part)] = part
+            del data[: len(part)]
+        return count
+
+    monkeypatch.setattr(os, "preadv", short)
+    monkeypatch.setattr(reading, "_MOST_BUFFERS", 2)
+    buffers = [bytearray(count) for count in (3, 0, 1, 4)]
+    with RegularFile(path) as file:
+        file.scatter([memoryview(buffer) for buffer in buffers], 1)
+        assert buffers == [b"123", b"", b"4", b"5678"]
+        os.truncate(path, 8)
+        with pytest.raises(FileChanged, match="ended early"):
+            file.scatter([memoryview(buffer) for buffer in buffers], 1)
 
 
 def test_a_pipe_without_a_writer_blocks_no_reader(tmp_path: Path) -> None:

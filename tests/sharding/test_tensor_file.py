@@ -56,6 +56,25 @@ def test_stacks(tmp_path: Path) -> None:
     assert torch.equal(mixed, torch.stack([tensors["t1"], torch.ones(2, 3)]))
 
 
+def test_stacks_of_several_types_in_any_order(tmp_path: Path) -> None:
+    path = tmp_path / "some.safetensors"
+    tensors = {f"{i}.{name}": torch.randn(size) for i in range(12) for name, size in SIZES.items()}
+    tensors = {key: t.to(TYPES[key.split(".")[1]]) for key, t in tensors.items()}
+    save_file(tensors, path)
+    orders = {"b": [3, 1, 11, 2], "a": [*range(12)], "d": [5], "c": [0, 0, 10]}
+    wanted = [[f"{i}.{name}" for i in order] for name, order in orders.items()]
+    found = TensorFile(path).stacks(wanted)
+    for keys, stack in zip(wanted, found.stacks, strict=True):
+        assert stack.dtype is tensors[keys[0]].dtype
+        assert torch.equal(stack, torch.stack([tensors[key] for key in keys]))
+    numbers = sorted(number for flat in found.flat for number in flat.double().tolist())
+    assert numbers == sorted(torch.cat([s.flatten().double() for s in found.stacks]).tolist())
+
+
+SIZES = {"a": (3, 5), "b": (4,), "c": (2, 0), "d": (7, 1)}
+TYPES = {"a": torch.float32, "b": torch.bfloat16, "c": torch.float64, "d": torch.bfloat16}
+
+
 @pytest.mark.usefixtures("at_once")
 def test_a_file_with_unaligned_tensors(tmp_path: Path) -> None:
     """The format requires no alignment; other writers order tensors otherwise."""
