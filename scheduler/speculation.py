@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from configs.engine import DRAFT_LENGTHS
-from configs.wire.plan import StepRow
+from configs.wire.plan import StepRow, num_right
 from scheduler.admission.limits import Limits
 from scheduler.draft_costs import DraftCosts
 from scheduler.drafts import Drafter
@@ -36,8 +36,10 @@ MARGIN = 1.1
 class Drafting:
     """Decides step by step whether drafts pay, and how long they are."""
 
-    def __init__(self) -> None:
+    def __init__(self, constrained: bool = True) -> None:
+        """constrained: whether rows of requests with a constraint may have drafts."""
         self.costs = DraftCosts()
+        self._constrained = constrained
 
     def plan(self, requests: Sequence[Request], step: StepBuilder, limits: Limits) -> Drafts:
         """Return the drafts behind the next tokens of running requests; most have none."""
@@ -46,7 +48,7 @@ class Drafting:
             return dict.fromkeys((request.serial for request in requests), None)
         drafts: Drafts = dict.fromkeys((request.serial for request in waiting), None)
         ready = [request for request in requests if request.serial not in drafts]
-        may = [request for request in ready if _may_draft(request)]
+        may = [request for request in ready if self._may_draft(request)]
         if len(requests) > limits.max_drafting or not may or self.costs.lacks_plain(len(ready)):
             return drafts
         most = limits.max_draft_tokens
@@ -61,6 +63,16 @@ class Drafting:
                 drafts[request.serial] = own
                 budget -= len(own)
         return drafts
+
+    def _may_draft(self, request: Request) -> bool:
+        """Whether a draft may follow its next token, and is worth a look."""
+        unknown = request.pending - len(request.drafts)
+        room = request.max_total - request.total - 1
+        # Wrong drafts spend a matcher's limits too, and the request ends with its own matcher's.
+        followed = not request.sampling.constraint
+        followed |= self._constrained and not request.own_matcher
+        request.drafter.expect_again(request.total)
+        return unknown <= 1 and followed and room > 0
 
     def _length(self, rows: int, drafters: Sequence[tuple[Drafter, int]], most: int) -> int:
         """The length that brings most tokens a second; 0 if none does.
@@ -91,15 +103,6 @@ def _waits(request: Request) -> bool:
     return guessed > 0 and (unknown > 1 or request.drafter.chance**guessed < SURE)
 
 
-def _may_draft(request: Request) -> bool:
-    """Whether a draft may follow its next token, and is worth a look."""
-    unknown = request.pending - len(request.drafts)
-    room = request.max_total - request.total - 1
-    free = unknown <= 1 and not request.sampling.constraint and room > 0
-    request.drafter.expect_again(request.total)
-    return free
-
-
 def _found(request: Request, most: int) -> tuple[int, ...]:
     """The draft behind a request's next token, as long as the answer at most."""
     unknown = request.pending - len(request.drafts)
@@ -109,8 +112,7 @@ def _found(request: Request, most: int) -> tuple[int, ...]:
 
 def right_samples(request: Request, row: StepRow, sampled: list[int]) -> list[int]:
     """The samples of a row up to the first that is not its draft's; the draft is checked now."""
-    pairs = enumerate(zip(row.drafts, sampled, strict=False))
-    count = next((at for at, (draft, token) in pairs if draft != token), len(row.drafts))
+    count = num_right(row.drafts, sampled)
     request.drafter.verified(len(row.drafts), count)
     if count < len(row.drafts):
         request.scheduled = row.start + row.length - len(row.drafts) + count

@@ -6,6 +6,8 @@ only which positions to compute. The token that step n samples is written to tha
 plan of step n + 1 can name it by position before its value is known on the host.
 """
 
+from collections.abc import Sequence
+
 import msgspec
 
 from configs.kv_groups import KvGroup
@@ -57,6 +59,12 @@ class StepRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     def num_samples(self) -> int:
         """How many tokens the row samples."""
         return self.samples + len(self.drafts)
+
+
+def num_right(drafts: Sequence[int], sampled: Sequence[int]) -> int:
+    """How many tokens of a draft are right: those before the first that was not sampled."""
+    pairs = enumerate(zip(drafts, sampled, strict=False))
+    return next((at for at, (draft, token) in pairs if draft != token), len(drafts))
 
 
 class AdapterLoad(msgspec.Struct, frozen=True, array_like=True):
@@ -153,7 +161,7 @@ class Capacity(msgspec.Struct, frozen=True):
     pool_pages: pages of each projection's pool where they differ; empty: adapter_pages each.
     rope_sets: set where rotary frequencies depend on a sequence's length; else None.
     kv_groups: all groups' blocks; empty: one group that needs its blocks to the end.
-    drafts: whether rows may have drafts.
+    drafts: whether rows may have drafts; constrained_drafts: also those under a constraint.
     """
 
     num_blocks: int
@@ -169,6 +177,7 @@ class Capacity(msgspec.Struct, frozen=True):
     rope_sets: RopeSets | None = None
     kv_groups: tuple[KvGroup, ...] = ()
     drafts: bool = True
+    constrained_drafts: bool = True
 
     @property
     def groups(self) -> tuple[KvGroup, ...]:

@@ -114,7 +114,8 @@ def _speculation(config: SpeculationConfig, capacity: Capacity) -> str:
         return "none"
     if not capacity.drafts:
         return f"none: {config.kind.value} needs a paged model"
-    return f"{config.kind.value}, up to {config.max_tokens} tokens"
+    found = f"{config.kind.value}, up to {config.max_tokens} tokens"
+    return found + ("" if capacity.constrained_drafts else "; none under schemas and grammars")
 
 
 def _weights(report: LoadReport) -> str:

@@ -177,4 +177,6 @@ def capacity_of(report: RunnerReport) -> Capacity:
         rope_sets=report.rope_sets,
         kv_groups=report.kv_groups,
         drafts=report.paged,
+        # Masks behind drafts never ran on a GPU.
+        constrained_drafts=report.device == "cpu",
     )

@@ -159,7 +159,9 @@ class InputBatch:
                 self._grammars.join(join.batch_slot, join.matcher, answer, join.sampling)
 
     def write_drafts(self, rows: Sequence[StepRow]) -> None:
-        """Write the rows' drafts where the step reads its input ids."""
+        """Write the rows' drafts where the step reads its input ids; grammars mask them."""
+        if self._grammars is not None:
+            self._grammars.expect(rows, self._prompt_lengths)
         drafts = [token for row in rows for token in row.drafts]
         if drafts:
             ends = [row.batch_slot * self._width + row.start + row.length for row in rows]

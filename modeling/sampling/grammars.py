@@ -1,6 +1,7 @@
 """Structured output: llguidance computes which tokens a JSON schema or a grammar allows next.
 
-An answer may have a free part before it must fit: reasoning. Its end is watched here.
+An answer may have a free part before it must fit: reasoning. A row with a draft gets a mask for
+each of its samples, as if the draft's tokens before it were right.
 
 A matcher must know every token of an output before it allows the next. The step's forward pass does
 not need the masks, so they are computed after its launch, while the device computes: they wait only
@@ -12,11 +13,10 @@ import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,8 +25,9 @@ from torch import Tensor
 
 from configs.architectures.select import end_token_ids
 from configs.grammars import INSTALL, matcher_of, reason, tokenizer_of
+from configs.wire.plan import StepRow
 from configs.wire.sampling import Sampling
-from modeling.transfer import HostCopy
+from modeling.sampling.slot_matchers import AnswerRow, FreeText, SlotMatcher, StepSamples
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
@@ -35,67 +36,17 @@ if TYPE_CHECKING:
 _MOST_THREADS = 8
 
 
-class _Samples:
-    """The tokens that one step sampled, while they are copied to the host."""
-
-    def __init__(self, tokens: Tensor) -> None:
-        self._copy = HostCopy([tokens])
-
-    @cached_property
-    def values(self) -> list[int]:
-        """Wait for the tokens and return them."""
-        [tokens] = self._copy.wait()
-        values: list[int] = tokens.tolist()
-        return values
-
-
-class _FreeText:
-    """The part of an answer before its constraint begins: a model's reasoning.
-
-    begin: the answer has such a part only if this is its first token; -1: in any case.
-    end: the tokens that end it.
-    """
-
-    def __init__(self, begin: int, end: tuple[int, ...]) -> None:
-        self.begin = begin
-        self._end = end
-        self._newest: list[int] = []
-
-    def rest(self, tokens: list[int]) -> list[int] | None:
-        """Add tokens; returns those after this part, None while it lasts."""
-        if self.begin >= 0 and tokens:
-            if tokens[0] != self.begin:
-                return tokens
-            self.begin = -1
-        for index, token in enumerate(tokens):
-            self._newest = [*self._newest, token][-len(self._end) :]
-            if tuple(self._newest) == self._end:
-                return tokens[index + 1 :]
-        return None
-
-
-@dataclass
-class _SlotMatcher:
-    """One batch slot's matcher, and the tokens that it has not consumed yet.
+class _Part(NamedTuple):
+    """Masks that a matcher gives: one row of the result, and one behind each token of a draft.
 
     number: the key under which the matcher was prepared.
-    matcher: None if it was not prepared.
-    known: tokens of the request when it joined.
-    sampled: tokens of steps since, each an index into what the step sampled.
-    free: the part of the answer before the constraint; None once it has begun.
     """
 
+    slot: int
     number: int
-    matcher: "LLMatcher | None"
-    known: list[int]
-    sampled: list[tuple[_Samples, int]] = field(default_factory=list)
-    free: _FreeText | None = None
-
-    def pending(self) -> list[int]:
-        """Take the tokens that the matcher has not consumed; waits for copies from the device."""
-        tokens = self.known + [step.values[index] for step, index in self.sampled]
-        self.known, self.sampled = [], []
-        return tokens
+    matcher: "LLMatcher"
+    row: int
+    drafts: tuple[int, ...]
 
 
 class Grammars:
@@ -110,7 +61,7 @@ class Grammars:
         """Start to read the tokenizer in the model's folder, if llguidance is installed."""
         self._folder = folder
         self._vocab_size = vocab_size
-        self._matchers: dict[int, _SlotMatcher] = {}
+        self._matchers: dict[int, SlotMatcher] = {}
         self._prepared: dict[int, LLMatcher] = {}
         self._faults: dict[int, str] = {}
         self._tokenizer: Future[LLTokenizer] | None = None
@@ -151,9 +102,9 @@ class Grammars:
         if number >= 0:
             prepared = self._prepared.get(number)
             own = prepared.deep_copy() if prepared is not None else None
-            self._matchers[slot] = _SlotMatcher(number, own, list(known))
+            self._matchers[slot] = SlotMatcher(number, own, list(known))
             if sampling is not None and sampling.free_until:
-                self._matchers[slot].free = _FreeText(sampling.free_from, sampling.free_until)
+                self._matchers[slot].free = FreeText(sampling.free_from, sampling.free_until)
 
     def take_faults(self, slots: Sequence[int]) -> list[tuple[int, str]] | None:
         """Take (index in `slots`, reason) of matchers that failed since the last call."""
@@ -162,73 +113,93 @@ class Grammars:
         faults, self._faults = self._faults, {}
         return [(row, faults[slot]) for row, slot in enumerate(slots) if slot in faults]
 
+    def expect(self, rows: Sequence[StepRow], prompt_lengths: npt.NDArray[np.int64]) -> None:
+        """Learn the next step's rows, some with drafts; without it none has one.
+
+        prompt_lengths: by batch slot.
+        """
+        if not self._matchers:
+            return
+        for row in rows:
+            if row.samples and (state := self._matchers.get(row.batch_slot)) is not None:
+                first = row.start + row.length - len(row.drafts)
+                state.row = AnswerRow(first - int(prompt_lengths[row.batch_slot]), row.drafts)
+
     def advance(self, slots: Sequence[int], tokens: Tensor) -> None:
-        """Record what a step samples for these batch slots, int64 [n], without waiting for it."""
-        matched = [(index, slot) for index, slot in enumerate(slots) if slot in self._matchers]
+        """Record what a step samples for these batch slots, int64 [n], without waiting for it.
+
+        A slot is named for each of its tokens, one after the other.
+        """
+        matched = [
+            (index, slot) for slot, index in _firsts(slots).items() if slot in self._matchers
+        ]
         if not matched:
             return
-        samples = _Samples(tokens)
+        samples = StepSamples(tokens)
         for index, slot in matched:
-            self._matchers[slot].sampled.append((samples, index))
+            self._matchers[slot].sample(samples, index)
 
     def masks(self, slots: Sequence[int], device: torch.device) -> Tensor:
         """Return the tokens that these batch slots may sample next as bits, int32 [n, words].
 
-        Waits for their tokens of earlier steps, but not for work queued since. After an output's
-        end, and after a fault that `take_faults` reports, only end tokens are allowed.
+        slots: as in `advance`. Waits for their tokens of earlier steps, but not for work queued
+        since. After an output's end, after a draft's token that is not allowed, and after a fault
+        that `take_faults` reports, only end tokens are allowed.
         """
         shape = (len(slots), -(-self._vocab_size // 32))
         # Pinned, or this thread would wait for all queued steps in the copy at the end.
         words = torch.empty(shape, dtype=torch.int32, pin_memory=device.type == "cuda")
         host: npt.NDArray[np.int32] = words.numpy()
-        following = []
-        free = []
-        for row, slot in enumerate(slots):
-            matcher = self._accepted(slot)
-            if matcher is not None:
-                following.append((matcher, row))
-            elif slot not in self._faults:
-                free.append(row)
-        self._compute(following, [self._matchers[slots[row]].number for _, row in following], host)
-        for matcher, row in following:
-            if matcher.is_error():
-                self._faults[slots[row]] = _too_much(matcher)
-        for row in free:
-            host[row] = ~self._only_end_tokens
+        firsts = _firsts(slots)
+        parts = [part for slot, row in firsts.items() for part in self._parts(slot, row, host)]
+        self._compute(parts, host)
+        for part in parts:
+            if part.matcher.is_error():
+                self._faults[part.slot] = _too_much(part.matcher)
         for row, slot in enumerate(slots):
             if slot in self._faults:
                 host[row] = self._only_end_tokens
-            else:
+            elif row == firsts[slot]:
                 self._allow_begin(slot, host[row])
         return words.to(device, non_blocking=True)
 
-    def _compute(
-        self,
-        following: list[tuple["LLMatcher", int]],
-        numbers: list[int],
-        host: npt.NDArray[np.int32],
-    ) -> None:
-        """Write the matchers' masks into their rows, on several threads where none are shared."""
-        if not following:
+    def _parts(self, slot: int, row: int, host: npt.NDArray[np.int32]) -> list[_Part]:
+        """Return which of a batch slot's masks are to be computed, after writing the others.
+
+        row: the first of them in `host`.
+        """
+        state = self._accepted(slot)
+        if state is None or state.matcher is None:
+            return []
+        host[row : row + 1 + len(state.row.drafts)] = self._only_end_tokens
+        if state.is_void:
+            return []
+        free, masked = state.masked()
+        host[row + free.start : row + free.stop] = ~self._only_end_tokens
+        # Two parts need a matcher each; a copy shares its caches.
+        matchers = (state.matcher, *(state.matcher.deep_copy() for _ in masked[1:]))
+        return [
+            _Part(slot, state.number, matcher, row + part.offset, part.drafts)
+            for matcher, part in zip(matchers, masked, strict=False)
+        ]
+
+    def _compute(self, parts: Sequence[_Part], host: npt.NDArray[np.int32]) -> None:
+        """Write the parts' masks into their rows, on several threads where no lexer is shared."""
+        if not parts:
             return
         from llguidance import LLExecutor
-        from llguidance.numpy import fill_next_token_bitmask_par
 
         if self._executors is None:
             threads = min(_MOST_THREADS, os.cpu_count() or 1)
             self._executors = (LLExecutor(threads), LLExecutor(1))
-        users = Counter(numbers)
-        alone = [each for each, at in zip(following, numbers, strict=True) if users[at] == 1]
-        sharing = [each for each, at in zip(following, numbers, strict=True) if users[at] > 1]
+        users = Counter(part.number for part in parts)
+        alone = [part for part in parts if users[part.number] == 1]
+        sharing = [part for part in parts if users[part.number] > 1]
         for executor, group in zip(self._executors, (alone, sharing), strict=True):
-            if group:
-                fill_next_token_bitmask_par(executor, group, host)
+            _fill(executor, group, host)
 
-    def _accepted(self, slot: int) -> "LLMatcher | None":
-        """Return a batch slot's matcher after all its tokens.
-
-        None while its answer is free, and, with a fault, if it failed.
-        """
+    def _accepted(self, slot: int) -> SlotMatcher | None:
+        """Return a batch slot's matcher after all its tokens; None, with a fault, if it failed."""
         state = self._matchers.get(slot)
         if state is None or state.matcher is None:
             self._faults[slot] = "the constraint was not prepared"
@@ -237,17 +208,17 @@ class Grammars:
         tokens = state.pending()
         if state.free is not None:
             rest = state.free.rest(tokens)
-            if rest is None and state.free.begin < 0:
-                return None
             if rest is not None:
                 state.free = None
             tokens = rest or []
-        if tokens and not state.matcher.is_stopped():
-            state.matcher.consume_tokens(tokens)
+        for token in tokens:
+            if state.matcher.is_stopped():
+                break
+            state.matcher.consume_token(token)
         if state.matcher.is_error():
             self._faults[slot] = _too_much(state.matcher)
             return None
-        return state.matcher
+        return state
 
     def _allow_begin(self, slot: int, words: npt.NDArray[np.int32]) -> None:
         """Allow the token that begins a free part, while it may begin; changes `words`."""
@@ -264,6 +235,29 @@ class Grammars:
             if end < self._vocab_size:
                 bits[end // 32] |= np.uint32(1 << (end % 32))
         return bits.view(np.int32)
+
+
+def _firsts(slots: Sequence[int]) -> dict[int, int]:
+    """Where each slot is named first, in that order."""
+    found: dict[int, int] = {}
+    for index, slot in enumerate(slots):
+        found.setdefault(slot, index)
+    return found
+
+
+def _fill(executor: "LLExecutor", parts: Sequence[_Part], host: npt.NDArray[np.int32]) -> None:
+    """Write the parts' masks, as far as their drafts' tokens are allowed."""
+    from llguidance.numpy import (
+        fill_next_token_bitmask_par,
+        fill_next_token_bitmask_par_with_draft_tokens,
+    )
+
+    plain = [(part.matcher, part.row) for part in parts if not part.drafts]
+    drafted = [(part.matcher, part.row, list(part.drafts)) for part in parts if part.drafts]
+    if plain:
+        fill_next_token_bitmask_par(executor, plain, host)
+    if drafted:
+        fill_next_token_bitmask_par_with_draft_tokens(executor, drafted, host)
 
 
 def _too_much(matcher: "LLMatcher") -> str:

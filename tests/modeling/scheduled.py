@@ -16,7 +16,7 @@ from deployments.rank.worker import step_result
 from modeling.batch import ForwardBatch, StepOutput
 from modeling.runner.paged import ModelRunner
 from scheduler.admission.limits import Limits
-from scheduler.events import AdapterLoaded, AdapterStaged, Ended, NewTokens
+from scheduler.events import AdapterLoaded, AdapterStaged, Ended, NewTokens, RequestEvent
 from scheduler.request import Request
 from scheduler.scheduler import Scheduler
 from sharding.group import TensorParallel
@@ -72,6 +72,7 @@ class Ranks:
     def turn(self) -> bool:
         """Launch the next plan, or take the oldest result; whether anything was done."""
         self._stage()
+        self._prepare()
         plan = self.scheduler.schedule(0.0)
         if not plan.empty:
             self._launch(plan)
@@ -104,6 +105,11 @@ class Ranks:
             shape = stage(self.runner, fetched, self._group)
             self.scheduler.handle_adapter_event(AdapterStaged(key, shape))
 
+    def _prepare(self) -> None:
+        for wanted in self.scheduler.matchers_to_prepare():
+            fault = self.runner.prepare(wanted.number, wanted.constraint, wanted.released)
+            self._take(self.scheduler.matcher_prepared(wanted.number, fault))
+
     def _launch(self, plan: StepPlan) -> None:
         for fill in plan.loads:
             self.runner.load_adapter(fill.key, fill.slot, fill.pages)
@@ -115,7 +121,11 @@ class Ranks:
 
     def _land(self) -> None:
         plan, output = self._flying.popleft()
-        for event in self.scheduler.apply(plan, step_result(plan, output.wait(), 0.0), 0.0):
+        self._take(self.scheduler.apply(plan, step_result(plan, output.wait(), 0.0), 0.0))
+        self.scheduler.check()
+
+    def _take(self, events: Sequence[RequestEvent]) -> None:
+        for event in events:
             if isinstance(event, NewTokens):
                 answer = self.answers[event.request_id]
                 answer.tokens += event.tokens
@@ -125,7 +135,6 @@ class Ranks:
                 ]
             else:
                 self.ended[event.request_id] = event
-        self.scheduler.check()
 
 
 def generate_scheduled(

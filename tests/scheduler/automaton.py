@@ -215,7 +215,7 @@ class FakeRanks:
         for row in plan.rows:
             if row not in void:
                 self._verify(row)
-        faults = self._follow(plan)
+        faults = self._follow(plan, void)
         tokens, logprobs = self._compute(plan, dict(faults), void)
         occupants = [self.occupants[row.batch_slot] for row in plan.rows]
         self.in_flight.append(
@@ -374,14 +374,19 @@ class FakeRanks:
         pooled = embedding(occupant.states(end)) if pools else b""
         return PromptReport(index, row.start + 1, scores, pooled)
 
-    def _follow(self, plan: StepPlan) -> list[tuple[int, str]]:
-        """The rows with a matcher at its limits; all that share a lexer are."""
+    def _follow(self, plan: StepPlan, void: list[StepRow]) -> list[tuple[int, str]]:
+        """The rows with a matcher at its limits; all that share a lexer are.
+
+        A draft's tokens wear it out too, be they wrong.
+        """
         faults = []
         for index, row in enumerate(plan.rows):
             occupant = self.occupants[row.batch_slot]
             number, end = occupant.matcher, row.start + row.length
-            if row.samples and number in self.matchers:
-                self.matchers[number].add(tuple(occupant.tokens[occupant.prompt_length : end]))
+            if row.samples and number in self.matchers and row not in void:
+                text = occupant.tokens[occupant.prompt_length : end]
+                cuts = range(len(text) - len(row.drafts), len(text) + 1)
+                self.matchers[number].update(tuple(text[:cut]) for cut in cuts)
                 if len(self.matchers[number]) > self.wear:
                     faults.append((index, "worn"))
         return faults
@@ -402,7 +407,7 @@ class FakeRanks:
                 assert len(occupant.tokens) == end, "sampling would overwrite a token"
                 sampled = [next_token(state) for state in states[-row.num_samples :]]
                 if index in faults:
-                    sampled = [VOCABULARY]
+                    sampled = [VOCABULARY] * row.num_samples
                 tokens += sampled
                 # What follows the first wrong token of a draft is not known.
                 del occupant.tokens[end - len(row.drafts) :]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from configs.wire.sampling import Sampling
 from modeling.runner.load_paged import load_paged
-from modeling.sampling import grammars
+from modeling.sampling import slot_matchers
 from modeling.sampling.grammars import Grammars
 from modeling.sampling.history import TokenHistory
 from modeling.sampling.sampler import sample_tokens
@@ -189,7 +189,7 @@ def test_masks_wait_for_their_own_steps_alone(
             waits.append(found[0].tolist())
             return found
 
-    monkeypatch.setattr(grammars, "HostCopy", Slow)
+    monkeypatch.setattr(slot_matchers, "HostCopy", Slow)
     ranks = Ranks(
         tmp_path, [Sampling(json_schema=PERSON), Sampling(), Sampling(json_schema=PERSON)]
     )

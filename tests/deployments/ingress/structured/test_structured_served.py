@@ -1,8 +1,11 @@
-"""Structured answers of the real engine over HTTP: alone, together, streamed, on two ranks."""
+"""Structured and other answers over HTTP: alone, together, streamed, with drafts, on two ranks."""
 
 import asyncio
 import json
+from collections import Counter, defaultdict
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
@@ -11,8 +14,13 @@ import pytest
 from configs.wire.adapters import AdapterSource
 from configs.wire.plan import StepPlan
 from deployments.ingress.generation.engine import IngressSettings
+from scheduler import speculation
+from scheduler.draft_costs import DraftCosts
+from scheduler.drafts import Drafter
+from scheduler.events import Ended, Ending
 from scheduler.request import Request
 from scheduler.scheduler import Scheduler
+from tests.modeling.test_parity_speculation import informed
 from tests.served import demo_app, demo_config, served
 
 pytest.importorskip("llguidance")
@@ -29,31 +37,41 @@ FORMATS: dict[str, dict[str, Any]] = {
     "drawn": {**AS_TOWN, "temperature": 1.0, "seed": 4},
     "words": {"guided_regex": "(Paris|Rome|[0-9]{2} ){30}"},
     "free": {},
+    "cut": {"stop": ["capital"]},
+    "pair": {"temperature": 1.0, "seed": 7, "n": 2, "frequency_penalty": 0.3},
 }
+MOST = 48
+"""Tokens of an answer."""
+
 CASES = [(model, format) for model in ("loray-demo", "pirate", "french") for format in FORMATS]
+NUM_REQUESTS = sum(FORMATS[format].get("n", 1) for _, format in CASES)
 
 
 def body(model: str, format: str, stream: bool) -> dict[str, Any]:
     messages = [{"role": "user", "content": f"What is the capital of France? {model}"}]
-    shared = {"model": model, "messages": messages, "max_tokens": 48, "temperature": 0}
+    shared = {"model": model, "messages": messages, "max_tokens": MOST, "temperature": 0}
     return {**shared, **FORMATS[format], "stream": stream}
 
 
-def text_of(reply: httpx.Response, stream: bool) -> str:
+def texts_of(reply: httpx.Response, stream: bool) -> list[str]:
+    """The choices."""
     assert reply.status_code == 200, reply.text
     if not stream:
-        return str(reply.json()["choices"][0]["message"]["content"])
-    lines = [line[6:] for line in reply.text.splitlines() if line.startswith("data: {")]
-    return "".join(json.loads(line)["choices"][0]["delta"].get("content") or "" for line in lines)
+        return [choice["message"]["content"] for choice in reply.json()["choices"]]
+    found: defaultdict[int, str] = defaultdict(str)
+    for line in reply.text.splitlines():
+        for choice in json.loads(line[6:])["choices"] if line.startswith("data: {") else ():
+            found[choice["index"]] += choice["delta"].get("content") or ""
+    return [found[index] for index in sorted(found)]
 
 
-async def together(url: str) -> list[str]:
+async def together(url: str) -> list[list[str]]:
     """Every second one is streamed; all run at once."""
     async with httpx.AsyncClient(base_url=url, timeout=300) as client:
         bodies = [body(*each, stream=index % 2 == 0) for index, each in enumerate(CASES)]
         calls = [client.post("/v1/chat/completions", json=each) for each in bodies]
         replies = await asyncio.gather(*calls)
-    return [text_of(reply, index % 2 == 0) for index, reply in enumerate(replies)]
+    return [texts_of(reply, index % 2 == 0) for index, reply in enumerate(replies)]
 
 
 def engine_url(**changes: object) -> Any:
@@ -62,21 +80,52 @@ def engine_url(**changes: object) -> Any:
     return served(demo_app(config, IngressSettings(default_source=AdapterSource.LOCAL)))
 
 
+@dataclass
+class Kept:
+    """What was answered.
+
+    tokens: of each request, with its prompt. skipped: how many of them came as drafts, for
+    requests without a constraint and with one.
+    """
+
+    texts: list[list[str]] = field(default_factory=list)
+    tokens: list[list[int]] = field(default_factory=list)
+    skipped: Counter[bool] = field(default_factory=Counter)
+
+
+@contextmanager
+def kept() -> Iterator[Kept]:
+    """Keep what requests end with."""
+    found, ended = Kept(), Request.ended
+
+    def end(self: Request, ending: Ending) -> Ended:
+        found.tokens.append(list(self.tokens))
+        found.skipped[bool(self.sampling.constraint)] += len(self.skipped)
+        return ended(self, ending)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Request, "ended", end)
+        yield found
+
+
 @pytest.fixture(scope="module")
-def alone() -> Iterator[list[str]]:
+def alone() -> Kept:
     """One after the other, with room for all."""
-    with engine_url() as url, httpx.Client(base_url=url, timeout=300) as client:
+    with kept() as found, engine_url() as url, httpx.Client(base_url=url, timeout=300) as client:
         replies = [client.post("/v1/chat/completions", json=body(*e, False)) for e in CASES]
-        yield [text_of(reply, False) for reply in replies]
+    found.texts = [texts_of(reply, False) for reply in replies]
+    assert not found.skipped.total()
+    return found
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("ranks", "drafts"), [(1, 0), (1, 5), (2, 5)])
 def test_answers_do_not_depend_on_the_batch(
-    alone: list[str], ranks: int, monkeypatch: pytest.MonkeyPatch
+    alone: Kept, ranks: int, drafts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts come in chunks of 24 tokens, and blocks run out, so requests are preempted.
 
-    No step is made before all have come: one after the other they would find room.
+    No step is made before all have come: one after the other they would find room. Every sixth
+    token of a draft is wrong, and every step has drafts.
     """
     come: set[Any] = set()
     preempted: set[Any] = set()
@@ -87,7 +136,7 @@ def test_answers_do_not_depend_on_the_batch(
         add(self, request, now)
 
     def await_all(self: Scheduler, now: float) -> StepPlan:
-        if len(come) < len(CASES):
+        if len(come) < NUM_REQUESTS:
             return StepPlan(self.epoch, 0, [], [], [], [])
         return schedule(self, now)
 
@@ -99,12 +148,21 @@ def test_answers_do_not_depend_on_the_batch(
     monkeypatch.setattr(Scheduler, "add", arrive)
     monkeypatch.setattr(Scheduler, "schedule", await_all)
     monkeypatch.setattr(Request, "rewind", count)
-    with engine_url(tensor_parallel=ranks, cache={"num_blocks": 44, "block_size": 4}) as url:
-        assert asyncio.run(together(url)) == alone
+    monkeypatch.setattr(speculation, "MARGIN", 0.0)
+    monkeypatch.setattr(DraftCosts, "applied", lambda *_: None)
+    monkeypatch.setattr(Drafter, "find", informed(alone.tokens))
+    changes: dict[str, Any] = {"cache": {"num_blocks": 44, "block_size": 4}}
+    if drafts:
+        changes["speculation"] = {"kind": "prompt_lookup", "max_tokens": drafts}
+    with kept() as found, engine_url(tensor_parallel=ranks, **changes) as url:
+        assert asyncio.run(together(url)) == alone.texts
     assert preempted
+    assert all(
+        (found.skipped[constrained] >= len(CASES)) == (drafts > 0) for constrained in (False, True)
+    )
 
 
-def test_answers_fit(alone: list[str]) -> None:
-    for (_, format), text in zip(CASES, alone, strict=True):
+def test_answers_fit(alone: Kept) -> None:
+    for (_, format), [text, *_] in zip(CASES, alone.texts, strict=True):
         if format in ("town", "drawn"):
             assert json.loads(text).keys() == {"town", "big"}, text
