@@ -1,11 +1,12 @@
 """Drafts on a GPU: in float32 they change no token, whether steps are captured or launched."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from configs.engine import (
     AttentionKind,
@@ -14,20 +15,26 @@ from configs.engine import (
     SpeculationConfig,
     SpeculationKind,
 )
+from configs.wire.plan import Capacity
+from deployments.rank.host import capacity_of
 from modeling.runner.cuda_graphs import DecodeGraphs, GraphOutput
 from modeling.runner.input_batch import StepLayout
 from modeling.runner.load_paged import load_paged
 from modeling.runner.loading import pick_device
 from modeling.runner.paged import ModelRunner
+from modeling.runner.report import RunnerReport
 from scheduler import speculation
 from scheduler.drafts import Drafter
 from sharding.group import SingleRank
 from tests.checkpoints import write_adapter, write_llama
+from tests.fakes import EOS, token_id, write_tokenizer
+from tests.modeling import scheduled
 from tests.modeling.parity import engine_config
 from tests.modeling.runner.test_graphs_cuda import WIDE
 from tests.modeling.scheduled import Ranks, generate_scheduled
-from tests.modeling.stepping import Answer
-from tests.modeling.test_parity_speculation import NUM_TOKENS, REQUESTS, informed
+from tests.modeling.stepping import Answer, Asked
+from tests.modeling.test_parity_speculation import REQUESTS, informed
+from tests.modeling.test_speculation_grammars import REQUESTS as REQUESTS_UNDER_GRAMMARS
 
 Run = Callable[[DecodeGraphs, StepLayout], GraphOutput | None]
 
@@ -52,7 +59,13 @@ def counted(run: Run) -> Run:
     return replay
 
 
-def answers(root: Path, graphs: CudaGraphs, num_drafts: int) -> tuple[list[Answer], int]:
+CONSTRAINED = REQUESTS_UNDER_GRAMMARS[:-1]
+"""Those that come to their length."""
+
+
+def answers(
+    root: Path, graphs: CudaGraphs, num_drafts: int, requests: Sequence[Asked] = REQUESTS
+) -> tuple[list[Answer], int]:
     """What is answered, and how many steps with drafts were replayed whole."""
     config = engine_config(
         root / "model",
@@ -67,9 +80,9 @@ def answers(root: Path, graphs: CudaGraphs, num_drafts: int) -> tuple[list[Answe
 
     REPLAYS.clear()
     ranks = Ranks(start, [root / "first", root / "second"], 7, None, num_drafts)
-    made = generate_scheduled(ranks, REQUESTS)
-    accepted = [len(ranks.ended["r", index].skipped) for index in range(len(REQUESTS))]
-    assert min(accepted) >= NUM_TOKENS // 3 if num_drafts else not any(accepted)
+    made = generate_scheduled(ranks, requests)
+    accepted = [len(ranks.ended["r", index].skipped) for index in range(len(requests))]
+    assert min(accepted) >= requests[0].num_tokens // 3 if num_drafts else not any(accepted)
     return made, REPLAYS.total()
 
 
@@ -84,5 +97,31 @@ def test_drafts_change_no_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(Drafter, "find", informed(texts))
     for graphs in (CudaGraphs.NONE, CudaGraphs.ALL):
         made, num_replays = answers(tmp_path, graphs, 5)
+        assert (num_replays > 5) == (graphs is CudaGraphs.ALL), REPLAYS
+        assert [answer.tokens for answer in made] == [answer.tokens for answer in plain]
+
+
+def test_drafts_change_no_token_of_a_constrained_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the scheduler would have it if such rows had drafts on GPUs."""
+    pytest.importorskip("llguidance")
+
+    def masked(report: RunnerReport) -> Capacity:
+        return replace(capacity_of(report), constrained_drafts=True)
+
+    monkeypatch.setattr(scheduled, "capacity_of", masked)
+    monkeypatch.setattr(speculation, "MARGIN", 0.0)
+    folder = tmp_path / "model"
+    folder.mkdir()
+    eos = token_id(write_tokenizer(folder), EOS)
+    write_llama(folder, "gqa", **WIDE, vocab_size=336, eos_token_id=eos)
+    for name in ("first", "second"):
+        write_adapter(tmp_path / name, folder)
+    plain, _ = answers(tmp_path, CudaGraphs.ALL, 0, CONSTRAINED)
+    texts = [[*r.prompt, *a.tokens] for r, a in zip(CONSTRAINED, plain, strict=True)]
+    monkeypatch.setattr(Drafter, "find", informed(texts))
+    for graphs in (CudaGraphs.NONE, CudaGraphs.ALL):
+        made, num_replays = answers(tmp_path, graphs, 5, CONSTRAINED)
         assert (num_replays > 5) == (graphs is CudaGraphs.ALL), REPLAYS
         assert [answer.tokens for answer in made] == [answer.tokens for answer in plain]
