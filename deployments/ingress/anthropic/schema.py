@@ -144,7 +144,7 @@ class MessagesBody(CountTokensBody):
 
     max_tokens: PositiveInt
     temperature: float | None = Field(None, ge=0)
-    top_p: float | None = Field(None, gt=0, le=1)
+    top_p: float | None = Field(None, ge=0, le=1)
     top_k: int | None = Field(None, ge=-1)
     stop_sequences: list[Unicode] | None = None
     stream: bool | None = None

@@ -1,6 +1,7 @@
 """The lines of batches: requests in, results out."""
 
 import secrets
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from typing import IO, Any, NamedTuple
 
@@ -43,7 +44,8 @@ def raw_lines(stream: IO[bytes], max_bytes: int) -> Iterator[tuple[int, bytes]]:
 
     Reads a piece at a time, so that no line takes more memory than that.
     """
-    number, rest, too_long = 1, b"", False
+    number, too_long = 1, False
+    rest = stream.read(len(BOM_UTF8)).removeprefix(BOM_UTF8)
     while piece := stream.read(1 << 16):
         *whole, rest = (rest + piece).split(b"\n")
         for line in whole:

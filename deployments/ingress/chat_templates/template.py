@@ -157,7 +157,6 @@ class ChatTemplate:
 
     def render(self, conversation: Conversation) -> str:
         """The prompt; RequestError if the template refuses the messages."""
-        # Clients send null for unset fields; most templates expect them to be absent.
         messages = [_without_nulls(message) for message in conversation.messages]
         if "developer" not in self.source:
             messages = [_as_system(message) for message in messages]
@@ -191,7 +190,15 @@ class ChatTemplate:
 
 
 def _without_nulls(message: Message) -> dict[str, Any]:
-    return {name: value for name, value in message.items() if value is not None}
+    """The message without its null fields; an answer without calls has a content.
+
+    Clients send null for unset fields; most templates expect them to be absent, but not the content
+    of an answer, which servers write as null where it was all reasoning.
+    """
+    plain = {name: value for name, value in message.items() if value is not None}
+    if plain["role"] == "assistant" and not plain.get("tool_calls"):
+        plain.setdefault("content", "")
+    return plain
 
 
 def _as_system(message: dict[str, Any]) -> dict[str, Any]:

@@ -67,7 +67,8 @@ class HeaderLimit:
 class BodyLimit:
     """Reads a whole body before it is parsed, and refuses one over a limit.
 
-    413: longer than max_bytes, whatever its Content-Length. 408: not complete after `seconds`.
+    413: longer than max_bytes, whatever its Content-Length. 408: not complete after `seconds`. 415:
+    compressed.
     Bad input: arrays and objects nested deeper than max_depth, more than max_objects of them, or a
     body that is not UTF-8.
     """
@@ -130,6 +131,9 @@ class BodyLimit:
     def _refusal(self, request: Request, body: bytes) -> Response | None:
         if len(body) > self._max_bytes:
             return status_response(request, 413, f"the body is longer than {self._max_bytes} bytes")
+        if request.headers.get("content-encoding", "").lower() not in ("", "identity"):
+            message = "compressed bodies are not read: send it without Content-Encoding"
+            return status_response(request, 415, message)
         if b"\0" in body:
             # UTF-16 has zero bytes; its other bytes would look like brackets and quotes.
             return error_response(request, invalid("the body must be JSON in UTF-8"))

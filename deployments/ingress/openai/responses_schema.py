@@ -90,7 +90,7 @@ class ResponsesBody(BaseModel):
     instructions: Unicode | None = None
     max_output_tokens: PositiveInt | None = None
     temperature: float | None = Field(None, ge=0)
-    top_p: float | None = Field(None, gt=0, le=1)
+    top_p: float | None = Field(None, ge=0, le=1)
     text: TextConfig | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Unicode | dict[str, Any] | None = None

@@ -16,6 +16,9 @@ from deployments.ingress.tools.schema import AsWritten, CalledFunction, ToolCall
 # Other servers' fields that name an adapter; ignoring one would run the wrong adapter.
 _NAMES_OF_ADAPTERS = ("adapter_id", "lora_path")
 
+# Small enough to keep the likeliest token alone.
+_SMALLEST_TOP_P = 1e-30
+
 _MAX_STOP_IDS = 256
 _MAX_BAD_WORDS = 64
 _BadWord = Annotated[Unicode, Field(min_length=1, max_length=256)]
@@ -40,7 +43,7 @@ class _Body(Constrainable):
     model: Unicode = Field(max_length=1024)
     max_tokens: PositiveInt | None = None
     temperature: float | None = Field(None, ge=0)
-    top_p: float | None = Field(None, gt=0, le=1)
+    top_p: float | None = Field(None, ge=0, le=1)
     top_k: int | None = Field(None, ge=-1)
     min_p: float | None = Field(None, ge=0, le=1)
     typical_p: float | None = Field(None, gt=0, le=1)
@@ -115,7 +118,8 @@ class _Body(Constrainable):
         return Sampling(
             temperature=temperature,
             top_k=min(max(0, self.top_k or 0), LARGEST_TOP_K) if drawn else 0,
-            top_p=_or(self.top_p, 1.0) if drawn else 1.0,
+            # 0 keeps the likeliest token alone, as in transformers.
+            top_p=max(_or(self.top_p, 1.0), _SMALLEST_TOP_P) if drawn else 1.0,
             min_p=_or(self.min_p, 0.0) if drawn else 0.0,
             typical_p=_or(self.typical_p, 1.0) if drawn else 1.0,
             seed=seed,
@@ -267,5 +271,7 @@ class ChatBody(_Body, ToolFields):
 
 def _check_text(content: str | list[ContentPart] | None) -> None:
     for part in content if isinstance(content, list) else ():
-        if part.type != "text" or part.text is None:
+        if part.type == "text" and part.text is None:
+            raise invalid("content of type `text` needs `text`, a string", "messages")
+        if part.type != "text":
             raise invalid(f"content of type `{part.type}` is not supported: only text", "messages")

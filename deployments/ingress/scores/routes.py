@@ -192,8 +192,9 @@ class _Scorer:
     async def rerank(self, request: Request, body: RerankBody) -> Response:
         """The documents by their scores with the query."""
         pairs = [(body.query, text) for text in body.texts]
-        if not pairs:
-            raise invalid("`documents` cannot be empty", "documents")
+        for name, given in (("query", body.query), ("documents", pairs)):
+            if not given:
+                raise invalid(f"`{name}` cannot be empty", name)
 
         def reply(scores: Sequence[float], num_tokens: int) -> RerankReply:
             return {

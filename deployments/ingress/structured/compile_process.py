@@ -28,6 +28,13 @@ _DEAD_END = "NoExtensionBias"
 """The matcher's error where no token fits."""
 
 
+# Clients cannot set llguidance's option.
+_ONE_OF = (
+    "Enable 'coerce_one_of' option to approximate oneOf with anyOf",
+    "Write anyOf, or give each alternative a required property with a const of its own",
+)
+
+
 class CompileTask(msgspec.Struct, frozen=True, array_like=True):
     """A constraint to check.
 
@@ -121,7 +128,8 @@ def _warnings(text: str, trusted: bool) -> str:
     if not failed and trusted:
         return ""
     # A warning means that a part would not be enforced, or may fail on the ranks only.
-    return reason("\n".join(warnings) or ("it cannot be compiled" if failed else ""))
+    fault = reason("\n".join(warnings) or ("it cannot be compiled" if failed else ""))
+    return fault.replace(*_ONE_OF)
 
 
 def _walk(tokenizer: "LLTokenizer", text: str) -> None:

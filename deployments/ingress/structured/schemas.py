@@ -54,6 +54,34 @@ class ResponseFormat(BaseModel):
         return Constraint(_FIELD, json_schema=schema_text(named or self.schema_ or ANY_OBJECT))
 
 
+# Their values are no schemas.
+_LITERALS = frozenset({"const", "enum", "default", "examples"})
+
+
 def schema_text(schema: Mapping[str, Any]) -> str:
     """A schema as text for llguidance, with this server's options."""
-    return json.dumps({**schema, "x-guidance": _OPTIONS}, separators=(",", ":"))
+    text = json.dumps({**schema, "x-guidance": _OPTIONS}, separators=(",", ":"))
+    if '"discriminator"' not in text:
+        return text
+    copy = json.loads(text)
+    _require_discriminators(copy)
+    return json.dumps(copy, separators=(",", ":"))
+
+
+def _require_discriminators(schema: dict[str, Any]) -> None:
+    """Require the property by which OpenAPI's `discriminator` tells a `oneOf`'s schemas apart.
+
+    Changes the schema. OpenAPI demands that the property is required; pydantic leaves that out
+    where it has a default. An answer with it fits one of the schemas only, as `oneOf` says.
+    """
+    waiting: list[Any] = [schema]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, list):
+            waiting += part
+        elif isinstance(part, dict):
+            given, required = part.get("discriminator"), part.get("required", [])
+            name = given.get("propertyName") if isinstance(given, dict) else None
+            if isinstance(name, str) and "oneOf" in part and isinstance(required, list):
+                part["required"] = [*required, name]
+            waiting += [inner for key, inner in part.items() if key not in _LITERALS]

@@ -167,7 +167,8 @@ class ToolFields(BaseModel):
         if choice == "none":
             return None
         may, forced = _callable(choice, functions, param)
-        parallel = not legacy and self.parallel_tool_calls is not False
+        # OpenAI: a named function is called exactly once, whatever `parallel_tool_calls` is.
+        parallel = not (legacy or self.parallel_tool_calls is False or _names_one(choice))
         shown = [{"type": "function", "function": function.as_written} for function in functions]
         if not legacy:
             shown = [tool.as_written for tool in self.tools or ()]
@@ -199,6 +200,13 @@ def _refuse_choice(choice: object, param: str, missing: str) -> None:
 
 def _legacy_choice(choice: str | Named | None) -> str | ToolChoice | None:
     return ToolChoice(function=choice) if isinstance(choice, Named) else choice
+
+
+def _names_one(choice: str | ToolChoice | None) -> bool:
+    """Whether the choice is one function, not a mode or a list."""
+    if isinstance(choice, ToolChoice):
+        return choice.type != "allowed_tools"
+    return choice not in (None, "auto", "required")
 
 
 def _callable(

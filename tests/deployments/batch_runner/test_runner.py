@@ -233,7 +233,7 @@ def test_lines_are_cut_at_the_same_borders_however_they_are_read() -> None:
             piece, self.content = self.content[:3], self.content[3:]
             return piece
 
-    text = b"one\n\n  \ntwo\r\n" + b"x" * 30 + b"\nthree"
+    text = b"\xef\xbb\xbfone\n\n  \ntwo\r\n" + b"x" * 30 + b"\nthree"
     found = list(raw_lines(Slow(text), 10))  # type: ignore[arg-type]
     assert [number for number, _ in found] == [1, 4, 5, 6]
     assert [raw for _, raw in found][:2] == [b"one", b"two\r"]

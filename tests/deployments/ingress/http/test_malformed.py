@@ -93,6 +93,13 @@ def test_a_body_that_does_not_say_that_it_is_json(
     assert driver.requests == []
 
 
+@pytest.mark.parametrize(("encoding", "status"), [("gzip", 415), ("Identity", 200)])
+def test_compressed_bodies_are_refused(http: httpx.Client, encoding: str, status: int) -> None:
+    headers = {"content-type": "application/json", "content-encoding": encoding}
+    reply = http.post("/generate", content=b'{"inputs": "a"}', headers=headers)
+    assert (reply.status_code, "without Content-Encoding" in reply.text) == (status, status == 415)
+
+
 def test_a_body_that_does_not_come(server: Server) -> None:
     server.fresh_app(IngressSettings(api=ApiConfig(body_timeout_s=0.2)))
     address = urlsplit(server.url)

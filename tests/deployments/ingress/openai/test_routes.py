@@ -158,6 +158,8 @@ class TestBothRoutes:
         assert sampling.masked_tokens == 2
         post(http, path, **prompt, temperature=0, top_k=-1, top_p=0.4)
         assert driver.requests[-1].sequences[0].sampling.top_p == 1.0
+        post(http, path, **prompt, top_p=0)
+        assert 0 < driver.requests[-1].sequences[0].sampling.top_p < 1e-9
 
     @pytest.mark.parametrize(
         "case",
@@ -230,7 +232,7 @@ class TestBothRoutes:
             ({"max_tokens": 600}, None, "maximum context length is 512 tokens"),
             ({"min_tokens": 9, "max_tokens": 3}, "min_tokens", "more than max_tokens"),
             ({"temperature": -1}, "temperature", "greater than or equal to 0"),
-            ({"top_p": 0}, "top_p", "greater than 0"),
+            ({"top_p": -0.1}, "top_p", "greater than or equal to 0"),
             ({"n": 17}, "n", "at most 16"),
             ({"stop": list("abcde")}, "stop", "up to 4"),
             ({"stop": ""}, "stop", None),

@@ -191,6 +191,17 @@ def test_what_would_have_no_effect_is_refused(
     assert refused(http, CHAT, 400, **body)["param"] == param
 
 
+@pytest.mark.parametrize("fields", [{"content": None}, {"tool_calls": [], "refusal": None}])
+def test_answers_without_content_have_an_empty_one(
+    http: httpx.Client, driver: FakeDriver, folder: Path, fields: dict[str, Any]
+) -> None:
+    """Clients send back what a server answered: null where all of it was reasoning."""
+    save(folder, "{% for m in messages %}{{ '[' + m.role + m.content + ']' }}{% endfor %}")
+    answer = {"role": "assistant", "reasoning_content": "r", **fields}
+    post(http, CHAT, messages=[*HELLO, answer, *HELLO], max_tokens=1)
+    assert "[assistant][user" in driver.tokenizer.decode(prompt_of(driver))
+
+
 def test_parameters_of_apply_chat_template_are_no_variables(
     http: httpx.Client, folder: Path
 ) -> None:

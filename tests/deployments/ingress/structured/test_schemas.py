@@ -14,6 +14,9 @@ from tests.fakes import FakeDriver
 pytest.importorskip("llguidance")
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+# As pydantic writes a union of models whose discriminator has a default: it is not required.
+KINDS = [{"type": "object", "properties": {"kind": {"const": kind}}} for kind in "ab"]
+UNION = {"oneOf": KINDS, "discriminator": {"propertyName": "kind"}}
 OPENAI = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": SCHEMA}}
 
 
@@ -34,6 +37,7 @@ def last(driver: FakeDriver) -> Any:
         ({"type": "json_object", "schema": SCHEMA}, SCHEMA),
         ({"type": "json_object", "schema": {**SCHEMA, "x-guidance": {"lenient": True}}}, SCHEMA),
         ({"type": "JsonSchema", "schema": SCHEMA}, SCHEMA),
+        ({"type": "json_object", "schema": UNION}, {**UNION, "required": ["kind"]}),
         ({"type": "text"}, None),
         ({"type": "Text", "schema": SCHEMA}, None),
         (None, None),
@@ -58,6 +62,7 @@ def test_schemas_reach_the_driver(
         ({"type": "strange"}, "Invalid type: strange"),
         ({"$ref": "http://127.0.0.1/x"}, "Default retriever does not fetch resources"),
         ({"type": "string", "pattern": "(?=x)"}, "the schema is not supported"),
+        ({"oneOf": KINDS}, "oneOf constraints are not supported. Write anyOf, or give each"),
         ({"$ref": "#"}, "the schema is not supported: no answer fits it"),
         ({"description": "x" * 70_000}, "longer than 65536 characters"),
     ],

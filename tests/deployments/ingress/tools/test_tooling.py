@@ -97,7 +97,11 @@ def test_choices_have_calls_of_their_own(http: httpx.Client, driver: FakeDriver)
          ['[{"name": "get_weather", "arguments": {"town": "x"}}]',
           '[{"name": "get_time", "arguments": {}}, {"name": "get_time", "arguments": {}}]']),
         ("get_time", True, ['[{"name": "get_time", "arguments": {}}]'],
-         ['[{"name": "get_weather", "arguments": {"town": "x"}}]']),
+         ['[{"name": "get_weather", "arguments": {"town": "x"}}]',
+          '[{"name": "get_time", "arguments": {}}, {"name": "get_time", "arguments": {}}]']),
+        ({"type": "function", "function": {"name": "get_time"}}, True,
+         ['[{"name": "get_time", "arguments": {}}]'],
+         ['[{"name": "get_time", "arguments": {}}, {"name": "get_time", "arguments": {}}]']),
         ({"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [
             {"type": "function", "function": {"name": "get_time"}}]}}, True,
          ['[{"name": "get_time", "arguments": {}}]'],
