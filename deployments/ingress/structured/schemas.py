@@ -69,7 +69,7 @@ def schema_text(schema: Mapping[str, Any]) -> str:
 
 
 def _require_discriminators(schema: dict[str, Any]) -> None:
-    """Require the property by which OpenAPI's `discriminator` tells a `oneOf`'s schemas apart.
+    """Require the property that OpenAPI's `discriminator` names for the schemas of a `oneOf`.
 
     Changes the schema. OpenAPI demands that the property is required; pydantic leaves that out
     where it has a default. An answer with it fits one of the schemas only, as `oneOf` says.
