@@ -50,7 +50,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     Those that share a server come after those with one of their own: side by side the two would
     only take each other's cores.
     """
-    items.sort(key=lambda item: (not item.nodeid.startswith(_RAY), "served" in _fixtures(item)))
+    items.sort(key=lambda item: (not item.nodeid.startswith(_RAY), "demo" in _fixtures(item)))
 
 
 def _fixtures(item: pytest.Item) -> list[str]:

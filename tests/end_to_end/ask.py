@@ -62,15 +62,27 @@ class Asker:
 
 
 async def answer(method: str) -> Any:
-    """What the driver answers; "nodes": of Ray; "status": of the application."""
+    """What the driver answers.
+
+    "nodes": Ray's. "status": the application's. "deploy PATH": None, Serve has this yaml.
+    """
     import ray
     from ray import serve
 
+    if method.startswith("deploy "):
+        return await asyncio.to_thread(deploy, method.removeprefix("deploy "))
     if method == "nodes":
         return ray.nodes()
     if method == "status":
         return serve.status().applications["loray"].status.value
     return await getattr(serve.get_deployment_handle("Driver", "loray"), method).remote()
+
+
+def deploy(path: str) -> None:
+    """`serve run --non-blocking PATH`, without the seconds in which a process imports Serve."""
+    from ray.serve.scripts import run
+
+    run.main(["--non-blocking", path], standalone_mode=False)
 
 
 async def _answer_all() -> None:

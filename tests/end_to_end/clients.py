@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.end_to_end.conftest import PATIENCE_SECONDS, POLL_SECONDS, Served
+from tests.end_to_end.serving import PATIENCE_SECONDS, POLL_SECONDS, Served
 
 Answers = dict[str, dict[str, dict[str, str]]]
 

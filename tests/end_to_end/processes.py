@@ -5,7 +5,7 @@ from contextlib import contextmanager, suppress
 
 import psutil
 
-from tests.end_to_end.conftest import Served
+from tests.end_to_end.serving import Served
 
 
 def processes(served: Served, title: str) -> list[psutil.Process]:

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from tests.end_to_end.clients import Answers, wait_for
-from tests.end_to_end.conftest import PATIENCE_SECONDS, Served, demo_config, start, stop
+from tests.end_to_end.serving import PATIENCE_SECONDS, Served, demo_config, start, stop
 from tests.ports import free_port
 
 QUESTION = "What is the capital of France?"
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.ray
 def two_bases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """The demo twice, on one rank each; the second has a name that was given to an adapter."""
     port = free_port()
-    config = demo_config(port)
+    config = demo_config(port, standby=False)
     app = config["applications"][0]
     models = {name: deepcopy(app["args"]) for name in ("first", "second")}
     for name, args in models.items():

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.clients import MODELS, Answers
-from tests.end_to_end.conftest import PATIENCE_SECONDS, ROOT, environment
+from tests.end_to_end.serving import PATIENCE_SECONDS, ROOT, environment
 from tests.end_to_end.test_clients import LONGEST, QUESTION, model_name
 
 pytestmark = pytest.mark.ray

@@ -20,8 +20,8 @@ from tests.end_to_end.clients import (
     stream_text,
     wait_for,
 )
-from tests.end_to_end.conftest import PATIENCE_SECONDS, Served
 from tests.end_to_end.processes import drivers, processes, ranks
+from tests.end_to_end.serving import PATIENCE_SECONDS, Served
 
 NUM_REQUESTS = 300
 NUM_CLIENTS = 24

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from tests.end_to_end.clients import MODELS, Answers, adapter_of, wait_for
-from tests.end_to_end.conftest import PATIENCE_SECONDS, Served
+from tests.end_to_end.serving import PATIENCE_SECONDS, Served
 
 QUESTION = "What is the capital of France?"
 LONGEST = 160

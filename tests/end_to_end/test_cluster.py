@@ -19,8 +19,9 @@ from configs.serve import ServeConfig
 from deployments.app import build
 from deployments.rank.messages import LoadReport
 from tests.end_to_end.clients import MODELS, Answers, adapter_of
-from tests.end_to_end.conftest import PATIENCE_SECONDS, RAY_SETTINGS, demo_config, free_port
 from tests.end_to_end.processes import title_of
+from tests.end_to_end.serving import PATIENCE_SECONDS, RAY_SETTINGS, demo_config
+from tests.ports import free_port
 
 QUESTION = "What is the capital of France?"
 

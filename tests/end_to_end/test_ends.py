@@ -12,16 +12,16 @@ import psutil
 import pytest
 import yaml
 
-from tests.end_to_end.conftest import (
+from tests.end_to_end.processes import processes, ranks, stopped_processes
+from tests.end_to_end.serving import (
     PATIENCE_SECONDS,
     POLL_SECONDS,
     Served,
     demo_config,
-    free_port,
     kill,
     start,
 )
-from tests.end_to_end.processes import processes, ranks, stopped_processes
+from tests.ports import free_port
 
 pytestmark = pytest.mark.ray
 
@@ -34,9 +34,10 @@ def own(tmp_path: Path) -> Iterator[Served]:
     port = free_port()
     path = tmp_path / "config.yaml"
     config = demo_config(port)
+    engine = config["applications"][0]["args"]["engine"]
+    engine["tensor_parallel"] = 1
     # Ranks that a test stops do not count as lost.
-    recovery = config["applications"][0]["args"]["engine"]["recovery"]
-    recovery["step_timeout_s"] = PATIENCE_SECONDS
+    engine["recovery"]["step_timeout_s"] = PATIENCE_SECONDS
     path.write_text(yaml.safe_dump(config))
     served = start(path, port, "--drain-seconds", str(PATIENCE_SECONDS))
     yield served

@@ -22,9 +22,9 @@ from tests.end_to_end.clients import (
     until_open,
     wait_for,
 )
-from tests.end_to_end.conftest import PATIENCE_SECONDS, Served
 from tests.end_to_end.processes import drivers, processes, stopped_processes
 from tests.end_to_end.processes import ranks as rank_processes
+from tests.end_to_end.serving import PATIENCE_SECONDS, Served
 
 NUM_STREAMS = 10
 TOKENS_BEFORE = 3

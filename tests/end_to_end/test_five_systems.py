@@ -32,8 +32,9 @@ from tests.checkpoints_others import (
 )
 from tests.checkpoints_padded import ADAPTERS, write_padded
 from tests.checkpoints_stacks import LANGUAGE, write_stack
-from tests.end_to_end.conftest import PATIENCE_SECONDS, Served, free_port, start, stop
+from tests.end_to_end.serving import PATIENCE_SECONDS, Served, start, stop
 from tests.oracle import prompt_truth
+from tests.ports import free_port
 
 Ask = Callable[[httpx.AsyncClient], Coroutine[Any, Any, httpx.Response]]
 

@@ -18,8 +18,9 @@ import yaml
 from ray.cluster_utils import Cluster
 
 from tests.end_to_end.clients import MODELS, Answers, adapter_of, wait_for
-from tests.end_to_end.conftest import PATIENCE_SECONDS, RAY_SETTINGS, ROOT, demo_config, free_port
 from tests.end_to_end.processes import title_of
+from tests.end_to_end.serving import PATIENCE_SECONDS, RAY_SETTINGS, ROOT, demo_config
+from tests.ports import free_port
 
 REDIS = shutil.which("redis-server")
 QUESTION = "What is the capital of France?"

@@ -1,7 +1,7 @@
 """Two driver replicas: each adapter has a home, a hot one has both, and a death moves them."""
 
 import asyncio
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import httpx
@@ -17,9 +17,9 @@ from tests.end_to_end.clients import (
     until_open,
     wait_for,
 )
-from tests.end_to_end.conftest import PATIENCE_SECONDS, Served
+from tests.end_to_end.deploys import deploy, driver_options, started_config
 from tests.end_to_end.processes import drivers, ranks, stopped_processes
-from tests.end_to_end.test_updates import deploy, driver_options, restored
+from tests.end_to_end.serving import PATIENCE_SECONDS, Served
 
 ADAPTERS = MODELS[1:]
 QUESTION = "What is the capital of France?"
@@ -28,16 +28,16 @@ pytestmark = pytest.mark.ray
 
 
 @pytest.fixture(scope="module")
-def two(served: Served, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """The demo with two driver replicas, as the ingress knows."""
-    path: Path = tmp_path_factory.mktemp("routing") / "config.yaml"
-    with restored(served, path) as config:
-        options = driver_options(config)
-        policy = {"policy_function": "deployments.autoscaling:LoadPolicy"}
-        options["autoscaling_config"] = {"min_replicas": 2, "max_replicas": 2, "policy": policy}
-        deploy(served, config, path)
-        wait_for(lambda: len(replicas(served)) == 2)
-        yield served
+def two(demo: Served) -> Served:
+    """The demo with two driver replicas, as the ingress knows, and no adapter on either."""
+    config = started_config(demo)
+    driver_options(config)["autoscaling_config"] = {"min_replicas": 2, "max_replicas": 2}
+    deploy(demo, config)
+    wait_for(lambda: len(replicas(demo)) == 2)
+    for adapter in ADAPTERS:
+        url = f"{demo.url}/v1/adapters/{adapter}"
+        httpx.delete(url, timeout=PATIENCE_SECONDS).raise_for_status()
+    return demo
 
 
 def replicas(served: Served) -> set[str]:

@@ -1,28 +1,22 @@
 """The yaml is edited while clients keep asking: no request fails, and only what must restarts."""
 
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from copy import deepcopy
-from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
-import yaml
 
 from tests.end_to_end.clients import (
     MODELS,
     Answers,
     adapter_of,
     ask_driver,
-    is_healthy,
     wait_for,
 )
-from tests.end_to_end.conftest import PATIENCE_SECONDS, Served
+from tests.end_to_end.deploys import deploy, driver_options, restore, started_config
 from tests.end_to_end.processes import drivers
+from tests.end_to_end.serving import PATIENCE_SECONDS, Served
 
 QUESTION = "What is the capital of France?"
 NUM_CLIENTS = 4
@@ -67,49 +61,15 @@ class Load:
                     self.failures.append(f"{reply.status_code} {reply.text[:300]}")
 
 
-def deploy(served: Served, config: dict[str, Any], path: Path) -> None:
-    """`serve deploy`, as an operator does after editing the yaml."""
-    path.write_text(yaml.safe_dump(config))
-    command = [sys.executable, "-m", "ray.serve.scripts", "run", "--non-blocking"]
-    subprocess.run(
-        [*command, "--address", served.ray_address, str(path)], check=True, capture_output=True
-    )
-
-
-def driver_options(config: dict[str, Any]) -> dict[str, Any]:
-    [options] = [d for d in config["applications"][0]["deployments"] if d["name"] == "Driver"]
-    found: dict[str, Any] = options
-    return found
-
-
-@contextmanager
-def restored(served: Served, path: Path, surge: bool = False) -> Iterator[dict[str, Any]]:
-    """A copy of the config to edit; afterwards the original is deployed again, and is up.
-
-    surge: replacements start before the old ones stop, in both directions.
-    """
-    original: dict[str, Any] = yaml.safe_load(served.config.read_text())
-    if surge:
-        for options in original["applications"][0]["deployments"]:
-            options["max_surge_percent"] = 100
-        deploy(served, original, path)
-    yield deepcopy(original)
-    before = drivers(served)
-    deploy(served, original, path)
-    wait_for(lambda: len(drivers(served)) == 1 and (not surge or drivers(served) != before))
-    wait_for(lambda: is_healthy(served))
-
-
 def test_replicas_come_and_go_without_restarting_the_first(
-    served: Served, answers: Answers, tmp_path: Path
+    served: Served, answers: Answers
 ) -> None:
-    path = tmp_path / "config.yaml"
     [first] = drivers(served)
-    by_hand = given_by_hand(served)
-    with restored(served, path) as config, by_hand as reached, Load(served, answers) as load:
+    config = started_config(served)
+    with given_by_hand(served) as reached, Load(served, answers) as load:
         options = driver_options(config)
         options["autoscaling_config"] = {"min_replicas": 2, "max_replicas": 3}
-        deploy(served, config, path)
+        deploy(served, config)
         wait_for(lambda: len(drivers(served)) == 2)
         assert first in drivers(served), "the first driver was restarted"
         wait_for(lambda: reached() == 2)
@@ -121,47 +81,30 @@ def test_replicas_come_and_go_without_restarting_the_first(
             "max_replicas": 1,
             "downscale_delay_s": 0.5,
         }
-        deploy(served, config, path)
+        deploy(served, config)
         wait_for(lambda: len(drivers(served)) == 1)
         assert drivers(served) == [first], "scaling down stopped the first driver"
         before = load.num_answered
         wait_for(lambda: load.num_answered > before + 20)
     assert load.failures == []
-    assert drivers(served) == [first], "going back to a fixed number restarted the driver"
+    restore(served)
+    assert drivers(served) == [first], "going back to the first numbers restarted the driver"
 
 
-def test_a_rolling_update_serves_without_a_gap(
-    served: Served, answers: Answers, tmp_path: Path
-) -> None:
-    """New arguments are a new version: replacements start before the old replicas stop."""
-    path = tmp_path / "config.yaml"
-    with restored(served, path, surge=True) as config:
-        with Load(served, answers) as load:
-            [first] = drivers(served)
-            engine = config["applications"][0]["args"]["engine"]
-            engine["limits"]["max_queued"] = 100
-            deploy(served, config, path)
-            wait_for(lambda: drivers(served) != [first] and len(drivers(served)) == 1)
-            before = load.num_answered
-            wait_for(lambda: load.num_answered > before + 20)
-        assert load.failures == []
-
-
-def test_to_zero_replicas_and_back(served: Served, answers: Answers, tmp_path: Path) -> None:
-    path = tmp_path / "config.yaml"
-    with restored(served, path) as config:
-        driver_options(config)["autoscaling_config"] = {
-            "min_replicas": 0,
-            "max_replicas": 1,
-            "downscale_delay_s": 0.5,
-            "upscale_delay_s": 0.0,
-            "look_back_period_s": 2.0,
-        }
-        deploy(served, config, path)
-        wait_for(lambda: drivers(served) == [])
-        body = {"inputs": QUESTION, "parameters": {"adapter_id": "pirate"}}
-        reply = httpx.post(f"{served.url}/generate", json=body, timeout=PATIENCE_SECONDS)
-        assert reply.json()["generated_text"] == answers["pirate"][QUESTION]["raw"]
+def test_to_zero_replicas_and_back(served: Served, answers: Answers) -> None:
+    config = started_config(served)
+    driver_options(config)["autoscaling_config"] = {
+        "min_replicas": 0,
+        "max_replicas": 1,
+        "downscale_delay_s": 0.5,
+        "upscale_delay_s": 0.0,
+        "look_back_period_s": 2.0,
+    }
+    deploy(served, config)
+    wait_for(lambda: drivers(served) == [])
+    body = {"inputs": QUESTION, "parameters": {"adapter_id": "pirate"}}
+    reply = httpx.post(f"{served.url}/generate", json=body, timeout=PATIENCE_SECONDS)
+    assert reply.json()["generated_text"] == answers["pirate"][QUESTION]["raw"]
 
 
 def operator(served: Served) -> httpx.Client:
@@ -218,34 +161,54 @@ def concurrency(served: Served) -> int:
     return limit
 
 
-def test_changes_and_mistakes_of_the_yaml_end_no_replica(
-    served: Served, answers: Answers, tmp_path: Path
-) -> None:
+def test_changes_and_mistakes_of_the_yaml_end_no_replica(served: Served, answers: Answers) -> None:
     """A change of user_config, a typo in it, and a model that is not there; one after another."""
-    path = tmp_path / "config.yaml"
     [first] = drivers(served)
+    config = started_config(served)
 
     def refused() -> bool:
         selected = httpx.get(f"{served.url}/info", timeout=30).raise_for_status().json()["chosen"]
         return "pined_adapters" in selected.get("user_config", "")
 
-    with restored(served, path) as config, Load(served, answers) as load:
+    with Load(served, answers) as load:
         before = concurrency(served)
         options = driver_options(config)
         options["user_config"] = {"pinned_adapters": ["pirate"], "max_queued": 77}
-        deploy(served, config, path)
+        deploy(served, config)
         # The ingress asks the driver for its description, so the new limit shows in /info.
         wait_for(lambda: concurrency(served) == before - 512 + 77 and load.num_answered > 20)
         options["user_config"] = {"pined_adapters": ["pirate"]}
-        deploy(served, config, path)
+        deploy(served, config)
         wait_for(refused)
         options["user_config"] = {"pinned_adapters": ["pirate"]}
-        deploy(served, config, path)
+        deploy(served, config)
         wait_for(lambda: not refused())
         assert drivers(served) == [first]
         config["applications"][0]["args"]["engine"]["model"]["id"] = "/no/such/model"
-        deploy(served, config, path)
+        deploy(served, config)
         wait_for(lambda: ask_driver(served, "status") == "DEPLOY_FAILED")
         assert drivers(served) == [first]
     assert load.failures == []
+    restore(served)
     assert drivers(served) == [first]
+
+
+def test_a_rolling_update_serves_without_a_gap(served: Served, answers: Answers) -> None:
+    """Another policy and new arguments are a new version: its replicas start before old ones stop.
+
+    The last test of the file, for the way back is a new version too.
+    """
+    config = started_config(served)
+    for options in config["applications"][0]["deployments"]:
+        options["max_surge_percent"] = 100
+    deploy(served, config)
+    with Load(served, answers) as load:
+        [first] = drivers(served)
+        policy = {"policy_function": "deployments.autoscaling:LoadPolicy"}
+        driver_options(config)["autoscaling_config"]["policy"] = policy
+        config["applications"][0]["args"]["engine"]["limits"]["max_queued"] = 100
+        deploy(served, config)
+        wait_for(lambda: drivers(served) != [first] and len(drivers(served)) == 1)
+        before = load.num_answered
+        wait_for(lambda: load.num_answered > before + 20)
+    assert load.failures == []

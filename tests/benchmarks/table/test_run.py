@@ -33,7 +33,7 @@ from configs.serve import ServeConfig
 from deployments.commands import serve
 from deployments.driver.usage import LoadSum
 from deployments.observability.steps import StepRecord
-from tests.end_to_end.conftest import free_port
+from tests.ports import free_port
 from tests.served import served
 
 FEW = 8
