@@ -10,7 +10,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from http import HTTPStatus
 from itertools import dropwhile
 from pathlib import Path
@@ -111,16 +111,25 @@ def _free_pushes(config: Mapping[str, Any]) -> None:
 
 
 def _deploy(config: Path, address: str) -> None:
-    """Deploy as `serve run` does, which needs no dashboard; a process of its own starts later."""
+    """Deploy as `serve run` does, which needs no dashboard; a process of its own starts later.
+
+    typer.Exit 1 if Serve does not take the config; the reason is printed without a trace.
+    """
+    from ray.exceptions import RayError
+    from ray.serve.exceptions import RayServeException
     from ray.serve.scripts import run
 
     arguments = ["--non-blocking", "--address", address, str(config)]
-    said = io.StringIO()
+    errors = io.StringIO()
     try:
-        with redirect_stdout(said):
+        with redirect_stdout(io.StringIO()), redirect_stderr(errors):
             run.main(arguments, standalone_mode=False)
-    except (SystemExit, ValueError) as error:
-        fail(f"the config was refused: {error}\n{said.getvalue()}")
+    except (SystemExit, ValueError, RuntimeError, OSError, RayError, RayServeException) as error:
+        # Serve's command prints the trace of an error, and exits while it handles that error.
+        cause = error.__context__ if isinstance(error, SystemExit) else error
+        reason = last_error(str(cause))
+        fail(f"Serve did not take the config: {type(cause).__name__}: {reason}. {_LOGS}")
+    print(errors.getvalue(), file=sys.stderr, end="")
 
 
 async def _leave(serve: Any, names: Sequence[str], seconds: float, hurried: Event) -> None:

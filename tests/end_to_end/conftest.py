@@ -28,7 +28,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 @pytest.fixture
 def served(demo: Served) -> Served:
-    """The demo as it was started: a yaml that another test has deployed is taken back."""
+    """The demo with its first config, which is deployed again if a test has changed it."""
     restore(demo)
     return demo
 

@@ -3,11 +3,15 @@
 import json
 import socket
 import threading
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 import pytest
+import typer
+from ray.exceptions import RayActorError
 
-from deployments.commands.serve import _fetch_info, last_error
+from deployments.commands.serve import _deploy, _fetch_info, last_error
 
 
 class Front(BaseHTTPRequestHandler):
@@ -59,3 +63,38 @@ def test_a_failed_deployment_prints_its_last_error(error: str) -> None:
 
 def test_a_failure_without_a_traceback_is_printed_whole() -> None:
     assert last_error("no node has 8 GPUs") == "no node has 8 GPUs"
+
+
+class Client:
+    """Serve's client, whose controller refuses every config."""
+
+    def deploy_apps(self, *_: object, **__: object) -> None:
+        raise ValueError("two applications have\n  one name")
+
+
+def no_client(**_: object) -> None:
+    raise RayActorError(error_msg="the controller died")
+
+
+@pytest.mark.parametrize(
+    ("start", "reason"),
+    [
+        (lambda **_: Client(), "ValueError: two applications have\n  one name. See"),
+        (no_client, "RayActorError: the controller died. See"),
+    ],
+)
+def test_a_config_that_serve_does_not_take_ends_in_a_sentence(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    start: Callable[..., Client | None],
+    reason: str,
+) -> None:
+    """Serve's command prints the trace of some errors and raises others."""
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    monkeypatch.setattr("ray.serve.scripts._private_api.serve_start", start)
+    monkeypatch.setattr("ray.serve.shutdown", lambda: None)
+    with pytest.raises(typer.Exit):
+        _deploy(Path("serve_config.yaml"), "auto")
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"loray: Serve did not take the config: {reason}")
+    assert "Traceback" not in printed
