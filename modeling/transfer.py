@@ -50,11 +50,6 @@ def ints(values: Sequence[int], device: torch.device) -> Tensor:
     return to_device(np.array(values, dtype=np.int64), device)
 
 
-def floats(values: Sequence[float], device: torch.device) -> Tensor:
-    """Copy numbers to the device as float32."""
-    return to_device(np.array(values, dtype=np.float32), device)
-
-
 def pack_to_device(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> tuple[Tensor, ...]:
     """Copy several arrays to the device in one transfer; shapes and types stay."""
     bounds = [0, *accumulate(aligned(array.nbytes) for array in arrays)]

@@ -26,7 +26,6 @@ class GPT2Architecture(ModelArchitecture):
 
     scale_attn_weights: scores are multiplied by head_dim^-0.5.
     scale_attn_by_inverse_layer_idx: scores of layer i are divided by i + 1.
-    reorder_and_upcast_attn: scores in float32 whatever the weights' type.
     """
 
     hidden_size: PositiveInt
@@ -36,7 +35,6 @@ class GPT2Architecture(ModelArchitecture):
     activation: Activation
     scale_attn_weights: bool
     scale_attn_by_inverse_layer_idx: bool
-    reorder_and_upcast_attn: bool
 
     @property
     def head_dim(self) -> int:
@@ -63,7 +61,6 @@ _DEFAULTS: dict[str, Any] = {
     "layer_norm_epsilon": 1e-5,
     "scale_attn_weights": True,
     "scale_attn_by_inverse_layer_idx": False,
-    "reorder_and_upcast_attn": False,
     "tie_word_embeddings": True,
     "bos_token_id": 50256,
     "eos_token_id": 50256,
@@ -97,7 +94,6 @@ def parse(name: str, config: Mapping[str, Any]) -> GPT2Architecture:
         activation=activation(known["activation_function"], "activation_function"),
         scale_attn_weights=known["scale_attn_weights"],
         scale_attn_by_inverse_layer_idx=known["scale_attn_by_inverse_layer_idx"],
-        reorder_and_upcast_attn=known["reorder_and_upcast_attn"],
         max_position_embeddings=length,
         tie_word_embeddings=known["tie_word_embeddings"],
         bos_token_id=known["bos_token_id"],

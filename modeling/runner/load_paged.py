@@ -274,7 +274,6 @@ class LoadedPaged(LoadedRunner):
             rope_sets=parts.weights.architecture.rope_sets,
             kv_groups=parts.size.kv_groups,
             captured_rows=() if graphs.decode is None else graphs.decode.sizes,
-            captured_tokens=() if graphs.mixed is None else graphs.mixed.sizes,
         )
 
 

@@ -18,7 +18,6 @@ class RunnerReport:
     paged: whether prompts may be cut into chunks, and sequences may share cached blocks.
     weight_forms: the bytes of weights in each form.
     captured_rows: the sizes of captured decode steps.
-    captured_tokens: the sizes of captured mixed steps.
     """
 
     num_blocks: int
@@ -42,7 +41,6 @@ class RunnerReport:
     weight_forms: Mapping[str, int] = field(default_factory=dict)
     paged: bool = False
     captured_rows: tuple[int, ...] = ()
-    captured_tokens: tuple[int, ...] = ()
     pool_pages: tuple[int, ...] = ()
     rope_sets: RopeSets | None = None
     kv_groups: tuple[KvGroup, ...] = ()

@@ -43,7 +43,6 @@ def test_reads_a_published_config() -> None:
     assert spec.tie_word_embeddings
     assert spec.scale_attn_weights
     assert not spec.scale_attn_by_inverse_layer_idx
-    assert not spec.reorder_and_upcast_attn
     assert spec.activation is Activation.GELU_NEW
     assert spec.eos_token_ids == (50256,)
     assert spec.max_position_embeddings == 1024
@@ -81,7 +80,6 @@ def test_reads_what_transformers_writes(tmp_path: Path, variant: str) -> None:
     assert spec.intermediate_size == (128 if variant == "inner" else 48)
     by_layer = wanted.get("scale_attn_by_inverse_layer_idx", False)
     assert spec.scale_attn_by_inverse_layer_idx == by_layer
-    assert spec.reorder_and_upcast_attn == wanted.get("reorder_and_upcast_attn", False)
     assert spec.scale_attn_weights == wanted.get("scale_attn_weights", True)
     assert spec.tie_word_embeddings == wanted.get("tie_word_embeddings", True)
     assert spec.activation == wanted.get("activation_function", "gelu_new")
