@@ -1,6 +1,8 @@
 """Tiny random models and LoRA adapters, written on the spot by transformers and PEFT themselves."""
 
 import json
+import re
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +12,7 @@ import torch
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from tests import solar
@@ -224,7 +227,7 @@ class AdapterRecipe:
     extra: further keywords for LoraConfig (rank_pattern, alpha_pattern, ...).
     save_embeddings: whether the base weights of adapted embeddings and heads are saved too.
     modules: factors of routed experts as modules of single experts, which PEFT over transformers 4
-    wrote; "joined": as PEFT saves those again.
+    wrote; "joined": as PEFT saves those again; "shared": some are the same for all experts.
     """
 
     r: int = 4
@@ -236,7 +239,7 @@ class AdapterRecipe:
     std: float = 0.1
     extra: dict[str, Any] = field(default_factory=dict)
     save_embeddings: bool | Literal["auto"] = "auto"
-    modules: Literal["", "single", "joined"] = ""
+    modules: Literal["", "single", "joined", "shared"] = ""
 
 
 def write_adapter(folder: Path, model_folder: Path, recipe: AdapterRecipe | None = None) -> Path:
@@ -270,6 +273,8 @@ def write_adapter(folder: Path, model_folder: Path, recipe: AdapterRecipe | None
     model.save_pretrained(str(folder), save_embedding_layers=recipe.save_embeddings)
     if recipe.modules:
         split_experts(folder, recipe)
+    if recipe.modules == "shared":
+        share_factors(folder)
     if recipe.modules == "joined":
         joined: Any = PeftModel.from_pretrained(load_oracle(model_folder), str(folder))
         joined.save_pretrained(str(folder))
@@ -303,6 +308,37 @@ def split_experts(folder: Path, recipe: AdapterRecipe) -> None:
     fields |= {"target_modules": list(recipe.target_modules), "target_parameters": None}
     fields |= {"rank_pattern": {}, "alpha_pattern": {}}
     (folder / "adapter_config.json").write_text(json.dumps(fields), encoding="utf-8")
+
+
+SHARED = "shared"
+"""Where a folder of an adapter has the same one as PEFT does not read it."""
+
+
+def share_factors(folder: Path) -> None:
+    """Give all experts one A of gate and up, and one B of down, and write those once beside."""
+    file = "adapter_model.safetensors"
+    tensors = load_file(folder / file)
+    stacks: dict[str, dict[int, Tensor]] = {}
+    for key in tensors:
+        if found := re.search(r"\.experts\.(\d+)\.(\w+)\.lora_([AB])", key):
+            expert, name, side = found.groups()
+            outer = key.replace(f".{expert}.{name}", ".0." + name)
+            if (name == "down_proj") == (side == "B"):
+                tensors[key] = tensors[outer].clone()
+            short = key.replace(f".{expert}.{name}", "." + _SHORT[name])
+            stacks.setdefault(short, {})[int(expert)] = tensors[key]
+    save_file(tensors, folder / file, metadata={"format": "pt"})
+    shared = {key: value for key, value in tensors.items() if ".experts." not in key}
+    for key, own in stacks.items():
+        stack = torch.stack([own[expert] for expert in sorted(own)])
+        is_outer = (".w2." in key) == ("lora_B" in key)
+        shared[key] = stack[:1].clone() if is_outer else stack
+    (folder / SHARED).mkdir()
+    save_file(shared, folder / SHARED / file, metadata={"format": "pt"})
+    shutil.copy(folder / "adapter_config.json", folder / SHARED)
+
+
+_SHORT = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 
 def load_oracle(folder: Path, dtype: DTypeName = "float32") -> Any:

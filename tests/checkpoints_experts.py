@@ -44,6 +44,7 @@ def converted(variant: str) -> dict[str, AdapterRecipe]:
     """Adapters whose target_modules PEFT converts to parameters of three dimensions.
 
     trained: by today's PEFT. modules: a module for each expert. joined: those, saved again.
+    shared: modules of which all experts share a factor, served from tensors of three dimensions.
     """
     targets = _targets(variant in ("mixtral", "minimax_m2"))
 
@@ -54,4 +55,5 @@ def converted(variant: str) -> dict[str, AdapterRecipe]:
         "trained": recipe(97),
         "modules": recipe(98, modules="single"),
         "joined": recipe(99, modules="joined"),
+        "shared": recipe(100, modules="shared"),
     }

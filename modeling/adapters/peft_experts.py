@@ -8,11 +8,12 @@ So PEFT keeps the factors of a parameter of three dimensions (`ParamWrapper`), w
 module are wrapped one in the other, the module's first one innermost: each that is further out has
 a `base_layer` less in its name.
 Files of PEFT over transformers 4 have a module for each expert, with factors as any linear module.
+`peft_shared_experts.py` has the form of other trainers.
 """
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
@@ -20,6 +21,7 @@ from torch import Tensor
 from modeling.adapters.faults import refuse
 from modeling.adapters.peft_config import LoraPlan
 from modeling.adapters.peft_ends import PREFIX
+from modeling.adapters.peft_shared_experts import SharedFactors, find_shared
 from modeling.adapters.peft_tensors import check_file_rank, check_finite, check_shape, check_type
 from modeling.adapters.projection import ModulePosition, Projection, ProjectionKind
 from modeling.adapters.stacks import LoraStack
@@ -41,6 +43,11 @@ class ExpertMap:
     layer: int
     rows: slice
     ranks: slice
+
+    def positions(self, count: int) -> tuple[ModulePosition, ...]:
+        """Return those of so many experts."""
+        layers = range(self.layer, self.layer + count)
+        return tuple(ModulePosition(self.projection, layer) for layer in layers)
 
 
 @dataclass(frozen=True)
@@ -88,6 +95,7 @@ class ExpertTensors:
 
     foreign: the projections of modules of other ranks' experts. ranks: of every adapted position;
     the first one's may be larger, so that every rank takes as many pages. scalings: of the modules.
+    shared: factors in tensors of three dimensions.
     """
 
     parameters: tuple[ExpertParameter, ...] = ()
@@ -95,11 +103,13 @@ class ExpertTensors:
     foreign: Mapping[str, int] = field(default_factory=dict)
     ranks: Mapping[ModulePosition, int] = field(default_factory=dict)
     scalings: Mapping[str, float] = field(default_factory=dict)
+    shared: tuple[SharedFactors, ...] = ()
 
     @property
     def names(self) -> set[str]:
         """Return the names of all tensors."""
         whole = {name for each in self.parameters for name in each.names}
+        whole |= {name for each in self.shared for name in each.names}
         return whole | {PREFIX + path + end for path in self.paths for end in (_A, _B)}
 
     @property
@@ -110,6 +120,7 @@ class ExpertTensors:
     def parts(self) -> Iterator["ExpertPart"]:
         """Yield what is read together: a parameter, or a layer's modules that have one rank."""
         yield from self.parameters
+        yield from self.shared
         for _, group in itertools.groupby(self.modules, self._alike):
             yield ExpertModules({path: self.modules[path] for path in group}, self.scalings)
 
@@ -137,7 +148,7 @@ class ExpertModules:
         yield LoraStack(positions[0].projection, layers, a, b * scales)
 
 
-ExpertPart = ExpertParameter | ExpertModules
+ExpertPart = ExpertParameter | ExpertModules | SharedFactors
 
 
 def find_experts(
@@ -151,16 +162,19 @@ def find_experts(
     if not maps:
         return ExpertTensors()
     parameters = tuple(_parameters(file, plan, maps))
-    modules, foreign = _modules(file, plan, maps)
+    shared = tuple(find_shared(file, plan, maps))
+    modules, foreign = _modules(file, plan, maps, {key for each in shared for key in each.names})
     ranks = {at: plan.rank_of(path) for path, at in modules.items()}
     for each in parameters:
         for own in each.maps:
-            rank = own.ranks.stop - own.ranks.start
-            for layer in range(own.layer, own.layer + len(each.own)):
-                at = ModulePosition(own.projection, layer)
-                if at in ranks:
-                    refuse(f"{each.path} is adapted twice, by its parameter and by its modules")
-                ranks[at] = rank
+            taken = own.positions(len(each.own))
+            if not ranks.keys().isdisjoint(taken):
+                refuse(f"{each.path} is adapted twice, by its parameter and by its modules")
+            ranks |= dict.fromkeys(taken, own.ranks.stop - own.ranks.start)
+    for factors in shared:
+        if not ranks.keys().isdisjoint(factors.positions):
+            refuse(f"{factors.a[0]} is of a module that is adapted twice: save the adapter again")
+        ranks |= dict.fromkeys(factors.positions, factors.rank)
     if ranks and (plan.use_dora or plan.lora_bias or plan.invocation):
         refuse(
             "use_dora, lora_bias or alora_invocation_tokens with factors of experts: PEFT has no "
@@ -168,7 +182,7 @@ def find_experts(
         )
     _pad_ranks(ranks, plan, foreign)
     scalings = {path: plan.scaling_of(path) for path in modules}
-    return ExpertTensors(parameters, modules, foreign, ranks, scalings)
+    return ExpertTensors(parameters, modules, foreign, ranks, scalings, shared)
 
 
 def _pad_ranks(
@@ -295,11 +309,11 @@ def _split(file: TensorFile, found: ExpertParameter) -> ExpertParameter | None:
 
 
 def _modules(
-    file: TensorFile, plan: LoraPlan, maps: Mapping[int, Projection]
+    file: TensorFile, plan: LoraPlan, maps: Mapping[int, Projection], taken: Container[str]
 ) -> tuple[dict[str, ModulePosition], dict[str, int]]:
     """Return the modules of single experts that a file adapts, in the model's order.
 
-    And the projections of those that are other ranks'.
+    And the projections of those that are other ranks'. taken: tensors that are read otherwise.
     """
     known = {
         (template.format(layer=number, expert="#")): (i, index)
@@ -313,7 +327,8 @@ def _modules(
     foreign: dict[str, int] = {}
     for key in file.keys():  # noqa: SIM118 - not a dictionary
         path = key.removeprefix(PREFIX).removesuffix(_A)
-        named = _OF_EXPERT.match(path) if key.endswith(_A) else None
+        is_own = key.endswith(_A) and key not in taken
+        named = _OF_EXPERT.match(path) if is_own else None
         if named is None:
             continue
         at = known.get(f"{named['parent']}.#.{named['name']}")

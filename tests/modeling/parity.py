@@ -23,6 +23,7 @@ from sharding.group import TensorParallel
 from tests.checkpoints import (
     FUSED_LINEARS,
     LINEARS,
+    SHARED,
     AdapterRecipe,
     write_adapter,
     write_llama,
@@ -504,6 +505,7 @@ def compare(
     told = [prompt_truth(model, *one) for one in zip(folders, lengths, strict=True)]
     vocab_size = told[0][1].logits.shape[1]
     adapters = [folder for folder in folders if folder is not None]
+    served = [each / SHARED if (each / SHARED).exists() else each for each in adapters]
     requests = [
         Asked(
             prompt=prompt,
@@ -523,7 +525,7 @@ def compare(
         cache = config.cache.model_copy(update={"num_blocks": setting.blocks})
         config = config.model_copy(update={"cache": cache})
     answer = partial(answers_scheduled, setting) if setting.lengths else answers_by_hand
-    results = (run or world.run)(setting.ranks, partial(answer, config, adapters, requests))
+    results = (run or world.run)(setting.ranks, partial(answer, config, served, requests))
     judge(seen, results, [truth for _, truth in told])
 
 

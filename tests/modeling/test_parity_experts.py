@@ -1,5 +1,6 @@
 """Adapters of routed experts, routers and shared experts against transformers + PEFT."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from modeling.adapters import experts as products
 from modeling.adapters import peft_experts
 from modeling.adapters.experts import RoutedAdapter
 from modeling.adapters.peft_experts import ExpertParameter
+from modeling.adapters.peft_shared_experts import SharedFactors
 from modeling.models.generic import experts, reading, routed_projections
 from modeling.runner.loading import load_model
 from sharding.group import LoneRank
@@ -30,6 +32,7 @@ QWEN3_CUT = Setting("mixture", "qwen3_moe", 2, ["parameters", BASE])
 QWEN3_SPREAD = replace(QWEN3_CUT, spread=True)
 ROUTER = Setting("mixture", "qwen3_moe", 1, ["router"])
 JOINED = Setting("converted", "qwen3_moe", 1, ["joined"])
+SHARED = Setting("converted", "qwen3_moe", 1, ["shared"])
 MODULES = Setting("converted", "qwen3_moe", 1, ["modules"])
 
 
@@ -50,7 +53,7 @@ def test_whole_experts_on_each_rank(world: World, variant: str, ranks: int) -> N
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_what_peft_converts_over_whole_experts(world: World, ranks: int) -> None:
-    names = [BASE, "trained", "modules", "joined"]
+    names = [BASE, "trained", "modules", "joined", "shared"]
     compare(world, Setting("converted", "qwen3_moe", ranks, names, spread=True))
 
 
@@ -70,9 +73,14 @@ def test_where_whole_experts_were_not_compared(world: World) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("variant", ["qwen3_moe", "mixtral"])
 def test_what_peft_converts(world: World, variant: str, ranks: int) -> None:
-    """Modules of single experts, as they are and as PEFT saves them again."""
+    """Modules of single experts, as they are and as PEFT saves them again.
+
+    shared: PEFT reads a module for each expert, the runner the same factors written once.
+    """
     family = "converted_mixtral" if variant == "mixtral" else "converted"
-    compare(world, Setting(family, variant, ranks, [BASE, "trained", "modules", "joined"]))
+    names = [BASE, "trained", "modules", "joined"]
+    names += ["shared"] if variant == "qwen3_moe" else []
+    compare(world, Setting(family, variant, ranks, names))
 
 
 def test_scheduled(world: World) -> None:
@@ -115,6 +123,14 @@ def test_halves_of_the_rank_exchanged(world: World, monkeypatch: Patch) -> None:
 
     monkeypatch.setattr(peft_experts, "ExpertMap", exchanged)
     expect_mismatch(world, JOINED)
+
+
+def test_the_first_expert_s_factors_for_all(world: World, monkeypatch: Patch) -> None:
+    def read(self: SharedFactors, file: TensorFile, names: Sequence[str]) -> Tensor:
+        return file.get_tensor(names[0])[:1].float().expand(self.count, -1, -1)
+
+    monkeypatch.setattr(SharedFactors, "_read", read)
+    expect_mismatch(world, SHARED)
 
 
 def test_rows_of_up_are_those_of_gate(world: World, monkeypatch: Patch) -> None:
@@ -228,5 +244,5 @@ def test_routers_left_as_they_are(world: World, monkeypatch: Patch) -> None:
 
 
 def test_without_a_fault_nothing_differs(world: World) -> None:
-    for setting in (QWEN3, QWEN3_CUT, QWEN3_SPREAD, ROUTER, JOINED, MODULES):
+    for setting in (QWEN3, QWEN3_CUT, QWEN3_SPREAD, ROUTER, JOINED, MODULES, SHARED):
         compare(world, setting)

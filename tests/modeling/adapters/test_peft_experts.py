@@ -156,6 +156,60 @@ def test_every_rank_takes_as_many_pages(tmp_path: Path) -> None:
         assert read == ({(3, 2)} if 0 in own else {(1, 4), (3, 5)})
 
 
+def shared(rank: int, names: tuple[str, str, str], own: bool) -> dict[str, Tensor]:
+    """Factors of a layer, A of gate and up and B of down for all experts.
+
+    own: whether the other factor of each map is one tensor too.
+    """
+    tensors = {}
+    for name, sizes in zip(names, ((HIDDEN, INNER), (HIDDEN, INNER), (INNER, HIDDEN)), strict=True):
+        a = torch.randn(COUNT if name == names[2] else 1, rank, sizes[0])
+        b = torch.randn(1 if name == names[2] else COUNT, sizes[1], rank)
+        for end, factor in (("lora_A", a), ("lora_B", b)):
+            if own or len(factor) == 1:
+                tensors[f"{FIRST}.{name}.{end}.weight"] = factor
+            else:
+                for expert, each in enumerate(factor):
+                    tensors[f"{FIRST}.{expert}.{name}.{end}.weight"] = each.contiguous()
+    return tensors
+
+
+def for_each_expert(tensors: dict[str, Tensor], names: tuple[str, str, str]) -> dict[str, Tensor]:
+    """The same factors in a module for each expert, as PEFT reads them."""
+    single: dict[str, Tensor] = {}
+    for key, factor in tensors.items():
+        for new, old in zip(("gate_proj", "up_proj", "down_proj"), names, strict=True):
+            key = key.replace(f".{old}.", f".{new}.")
+        experts = factor.expand(COUNT, -1, -1) if factor.dim() == 3 else ()
+        single |= {key: factor} if factor.dim() == 2 else {}
+        single |= {
+            key.replace(FIRST, f"{FIRST}.{i}"): each.clone() for i, each in enumerate(experts)
+        }
+    return single
+
+
+TARGETS = {"target_modules": ["gate_proj", "up_proj", "down_proj"]}
+
+
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("names", [("w1", "w3", "w2"), ("gate_proj", "up_proj", "down_proj")])
+def test_factors_of_all_experts(tmp_path: Path, names: tuple[str, str, str], own: bool) -> None:
+    tensors = shared(4, names, own)
+    folder = write_lora(tmp_path / "shared", tensors, **TARGETS)
+    single = write_lora(tmp_path / "single", for_each_expert(tensors, names), **TARGETS)
+    for maps in (MAPS, spread(range(1, 3))):
+        found, wanted = (
+            {m.position: m for m in open_adapter(each, maps, 8).read()} for each in (folder, single)
+        )
+        assert found.keys() == wanted.keys()
+        assert len(found) == 3 * (COUNT if maps is MAPS else 2)
+        for at, module in wanted.items():
+            assert torch.equal(found[at].a, module.a)
+            assert torch.equal(found[at].b, module.b)
+
+
+SHARED = shared(4, ("w1", "w3", "w2"), True)
+
 REFUSALS: dict[str, tuple[dict[str, Tensor], dict[str, Any], str]] = {
     "partner": (
         {k: v for k, v in both(4).items() if not k.endswith("experts.lora_B.weight")},
@@ -183,6 +237,24 @@ REFUSALS: dict[str, tuple[dict[str, Tensor], dict[str, Any], str]] = {
         both(4) | GATE,
         {**BARE, "target_modules": ["gate_proj"]},
         "by its parameter and by its modules",
+    ),
+    "shared: partner": (
+        {k: v for k, v in SHARED.items() if ".w2.lora_A" not in k},
+        TARGETS,
+        "0.w2.lora_A.weight is missing beside its partner",
+    ),
+    "shared: experts": (
+        {k: v[:2] if ".w1.lora_B" in k else v for k, v in SHARED.items()},
+        TARGETS,
+        "has shape [2, 4, 4], this model has 3 experts",
+    ),
+    "shared: rank": (SHARED, {**TARGETS, "r": 2}, "r, rank_pattern) says 2"),
+    "shared: left out": (SHARED, {"target_modules": ["w1", "up_proj"]}, "experts.down_proj, which"),
+    "shared: twice": (SHARED | GATE, TARGETS, "of a module that is adapted twice"),
+    "shared: nan": (
+        {k: v * (float("nan") if "w3.lora_A" in k else 1.0) for k, v in SHARED.items()},
+        TARGETS,
+        "not finite",
     ),
     "nan": (
         {k: v * (float("nan") if "lora_A" in k else 1.0) for k, v in both(4).items()},
