@@ -95,6 +95,7 @@ def _print_cost(cost: AdapterCost) -> None:
     )
     if cost.expert_pages:
         typer.echo(
-            f"  on experts: needs adapters.expert_pages of {cost.expert_pages} and as much of "
-            "adapters.host_bytes; its steps are not captured"
+            f"  on experts: {cost.expert_bytes / 2**20:.1f} MiB of it, on the device and again in "
+            "adapters.host_bytes, which the ranks of a group share; needs adapters.expert_pages of "
+            f"{cost.expert_pages}; its steps are not captured"
         )

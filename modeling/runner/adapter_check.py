@@ -61,6 +61,7 @@ class AdapterCost:
 
     pages: in the pools of all projections together. expert_pages: the most in one pool of experts.
     page_bytes: of those pages, in a type of 16 bits, on the device and again in host memory.
+    expert_bytes: of the pages on experts among them.
     share: its multiplications for a token, by those of the base in all modules that adapters may
     change.
     """
@@ -69,6 +70,7 @@ class AdapterCost:
     page_bytes: int
     share: float
     expert_pages: int = 0
+    expert_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -219,7 +221,7 @@ def _kind(folder: Path) -> str:
 
 
 def _cost(adapter: PeftAdapter, projections: Sequence[Projection]) -> AdapterCost:
-    pages = page_bytes = experts = 0
+    pages = page_bytes = experts = expert_bytes = 0
     products = 0.0
     ranks: list[list[int]] = [[0] for _ in projections]
     for at, rank in adapter.ranks.items():
@@ -229,15 +231,18 @@ def _cost(adapter: PeftAdapter, projections: Sequence[Projection]) -> AdapterCos
         count = -(-behind.behind(max(own)) // PAGE_ROWS)
         width = projection.local_inputs + projection.local_outputs
         pages += count
-        page_bytes += count * PAGE_ROWS * projection.num_layers * width * _ITEM_BYTES
+        taken = count * PAGE_ROWS * projection.num_layers * width * _ITEM_BYTES
+        page_bytes += taken
         if projection.kind is ProjectionKind.EXPERTS:
             experts = max(experts, count)
+            expert_bytes += taken
         if projection.kind.has_factors or projection.kind is ProjectionKind.EXPERTS:
             products += sum(own) * width * _active(projection)
     kinds = (ProjectionKind.LINEAR, ProjectionKind.EXPERTS)
     linear = [p for p in projections if p.kind in kinds]
     base = sum(p.num_layers * p.local_inputs * p.local_outputs * _active(p) for p in linear)
-    return AdapterCost(pages, page_bytes, products / base if base else 0.0, experts)
+    share = products / base if base else 0.0
+    return AdapterCost(pages, page_bytes, share, experts, expert_bytes)
 
 
 def _active(projection: Projection) -> float:

@@ -140,7 +140,9 @@ def test_what_gpus_do_not_adapt_is_refused_where_the_config_names_them(
     model = write_generic(tmp_path / "model", "gpt_oss")
     config = LoraConfig(r=2, target_modules=[], target_parameters=["mlp.experts.down_proj"])
     folder = save(tmp_path / "adapter", model, config)
-    assert "served exactly" in printed(folder, model, capsys)
+    said = printed(folder, model, capsys)
+    assert "served exactly" in said
+    assert re.search(r"on experts: \d+\.\d MiB of it.* adapters\.expert_pages of 1;", said)
     yaml = tmp_path / "serve.yaml"
     engine = json.dumps({"model": {"id": str(model)}, "device": "cuda"})
     yaml.write_text(f"applications: [{{args: {{engine: {engine}}}}}]")

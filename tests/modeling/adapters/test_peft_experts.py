@@ -108,6 +108,7 @@ def test_what_it_costs(tmp_path: Path) -> None:
     assert cost is not None
     assert (cost.pages, cost.expert_pages) == (3, 1)
     assert cost.page_bytes == 3 * 8 * len(NUMBERS) * COUNT * (HIDDEN + INNER) * 2
+    assert cost.expert_bytes == cost.page_bytes
 
 
 def test_one_expert_alone(tmp_path: Path) -> None:
