@@ -4,6 +4,7 @@ The library's reader maps the file and spends some 40 µs of Python on each tens
 hundreds, and that time is taken from the thread that launches steps.
 """
 
+import copy
 from collections.abc import Collection, KeysView, Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -68,6 +69,7 @@ class TensorFile:
 
     Format: 8 bytes with the header's length, a JSON header, the tensors without gaps
     (https://huggingface.co/docs/safetensors).
+    header: as it is in the file.
     """
 
     def __init__(self, path: Path, within: Path | None = None) -> None:
@@ -78,7 +80,8 @@ class TensorFile:
         self._file = RegularFile(path, within)
         length = safetensors_header_bytes(self._file)
         self._begin = SAFETENSORS_LENGTH_BYTES + length
-        self._entries = _parse(self._file.read(SAFETENSORS_LENGTH_BYTES, length), path.name)
+        self.header = self._file.read(SAFETENSORS_LENGTH_BYTES, length)
+        self._entries = _parse(self.header, path.name)
         _check_layout(self._entries, self._file.size - self._begin, path.name)
         self._data: dict[torch.dtype, Tensor] = {}
 
@@ -98,6 +101,20 @@ class TensorFile:
     def num_bytes(self) -> int:
         """Return the bytes of all tensors."""
         return self._file.size - self._begin
+
+    def without_numbers(self) -> Self:
+        """Return what is known of the tensors, without the open file: nothing can be read."""
+        found = copy.copy(self)
+        found._data = {}
+        del found._file
+        return found
+
+    def with_numbers_of(self, file: "TensorFile") -> Self:
+        """Return this file's tensors in another one that has the same header."""
+        assert file.header == self.header, "the tensors lie elsewhere"
+        found = copy.copy(self)
+        found._file, found._data = file._file, {}
+        return found
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Give tensors other names; names: of every tensor, all different."""

@@ -36,6 +36,7 @@ from modeling.adapters.projection import (
     ProjectionKind,
     select_columns,
 )
+from modeling.adapters.recipes import Recipes
 from modeling.adapters.row_norms import RowNorms, SummedRows
 from modeling.adapters.stacks import LoraStack
 from modeling.transfer import DeviceEvent, aligned
@@ -110,6 +111,7 @@ class HostAdapterCache:
         self._base = base
         self._base_linears = base_linears
         self._norms = RowNorms(projections, base_linears)
+        self._recipes = Recipes()
         self._projections = tuple(projections)
         self._size = size
         self._dtype = dtype
@@ -203,16 +205,17 @@ class HostAdapterCache:
         return wanted
 
     def _read(self, adapter: FetchedAdapter) -> StagedAdapter:
-        opened = open_fetched(adapter, self._projections, self._size.max_rank, self._base)
+        most = self._size.max_rank
+        opened = open_fetched(adapter, self._projections, most, self._base, self._recipes)
         numbers = [[0] * self._num_rank_pools for _ in self._projections]
         for position, rank in opened.ranks.items():
             numbers[position.projection][position.layer] = rank
         ranks = torch.tensor(numbers, dtype=torch.int32)
-        most: list[int] = ranks.amax(1).tolist()
-        rows = output_rows(self._projections, most, opened.is_scaled, opened.is_biased)
+        largest: list[int] = ranks.amax(1).tolist()
+        rows = output_rows(self._projections, largest, opened.is_scaled, opened.is_biased)
         # Checked before memory is allocated: shapes come from the header, so refusing is cheap.
         num_pages = tuple(
-            -(-own.behind(rank) // PAGE_ROWS) for rank, own in zip(most, rows, strict=True)
+            -(-own.behind(rank) // PAGE_ROWS) for rank, own in zip(largest, rows, strict=True)
         )
         num_chunks = self._layout(num_pages, itertools.repeat(1)).num_pieces
         shape = AdapterShape(num_pages, num_chunks * self.pool.chunk_bytes)

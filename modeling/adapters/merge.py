@@ -39,6 +39,7 @@ from modeling.adapters.peft_ends import Matrix
 from modeling.adapters.peft_joined import JoinedPlan
 from modeling.adapters.peft_tensors import check_finite
 from modeling.adapters.projection import BaseRows, ModulePosition, Projection
+from modeling.adapters.recipes import Recipes
 from modeling.adapters.stacks import LoraModule, LoraStack
 
 
@@ -154,18 +155,19 @@ def open_fetched(
     projections: Sequence[Projection],
     max_rank: int,
     base: Mapping[str, BaseRows] = MappingProxyType({}),
+    recipes: Recipes | None = None,
 ) -> OpenAdapter:
     """Check an adapter's files, or those of all parts of a merge; AdapterError names the part.
 
-    base: as in `open_adapter`.
+    base, recipes: as in `open_adapter`.
     """
     if adapter.rule is None:
-        return _open(adapter, projections, max_rank, base)
+        return _open(adapter, projections, max_rank, base, recipes)
     rule = adapter.rule.normalised()
     parts = []
     for member, weight in zip(adapter.parts, rule.weights, strict=True):
         with _named(member.name):
-            opened = _open(member, projections, max_rank, base)
+            opened = _open(member, projections, max_rank, base, recipes)
             _check_factors_alone(opened)
         modules = {position: module for module, position in opened.modules.items()}
         parts.append(_Part(member.name, weight, opened, modules))
@@ -177,9 +179,10 @@ def _open(
     projections: Sequence[Projection],
     max_rank: int,
     base: Mapping[str, BaseRows],
+    recipes: Recipes | None,
 ) -> PeftAdapter:
     within = Path(adapter.root) if adapter.root else None
-    return open_adapter(Path(adapter.folder), projections, max_rank, base, within)
+    return open_adapter(Path(adapter.folder), projections, max_rank, base, within, recipes)
 
 
 def _check_factors_alone(adapter: PeftAdapter) -> None:

@@ -26,7 +26,7 @@ from modeling.adapters.peft_ends import (
 from modeling.adapters.peft_experts import find_experts
 from modeling.adapters.peft_fused import find_parts
 from modeling.adapters.peft_joined import join_parts
-from modeling.adapters.peft_names import WEIGHTS_NAME, open_tensors
+from modeling.adapters.peft_names import WEIGHTS_NAME, open_tensors, use_peft_names
 from modeling.adapters.peft_norms import find_norms, without_norms
 from modeling.adapters.peft_score import SCORE_KEY, find_score, without_score
 from modeling.adapters.peft_tensors import FLOATS, check_file_rank, check_shape, check_type
@@ -40,6 +40,7 @@ from modeling.adapters.projection import (
     Projection,
     ProjectionKind,
 )
+from modeling.adapters.recipes import Recipes
 from sharding.tensor_file import TensorFile
 
 FACTOR = ".lora_"
@@ -66,20 +67,29 @@ def open_adapter(
     max_rank: int,
     base: Mapping[str, BaseRows] = MappingProxyType({}),
     within: Path | None = None,
+    recipes: Recipes | None = None,
 ) -> PeftAdapter:
     """Check a folder's config, tensor names, types and shapes; reads no weights yet.
 
     base: tensors of the model by their paths, of which the file may hold copies. within: the
-    folder that links must not lead out of. AdapterError names all that is wrong.
+    folder that links must not lead out of. recipes: those that passed these checks before.
+    AdapterError names all that is wrong.
     """
     faults = Faults()
     plan, adapter = check_config(folder, faults, within), None
     with faults.gather(), reading():
         file = open_tensors(folder, within)
+        if recipes is not None and plan is not None and not faults:
+            known = recipes.find(plan, file)
+            if known is not None:
+                return known
+        use_peft_names(file)
         if plan is not None:
             adapter = _check_file(file, plan, projections, base, max_rank)
     faults.check()
     assert adapter is not None
+    if recipes is not None:
+        recipes.keep(adapter)
     return adapter
 
 

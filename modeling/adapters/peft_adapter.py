@@ -64,6 +64,7 @@ class PeftAdapter:
     bare: dict[str, ModulePosition] = field(default_factory=dict)
     experts: ExpertTensors = field(default_factory=ExpertTensors)
     whole: WholeLinearTensors = field(default_factory=WholeLinearTensors)
+    _names: dict[str, FactorNames] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def other_names(self) -> set[str]:
@@ -124,7 +125,10 @@ class PeftAdapter:
 
     def names(self, module: str) -> FactorNames:
         """Return the names of a module's factors."""
-        return factor_names(module, self.projections[self.modules[module].projection], self.plan)
+        if module not in self._names:
+            projection = self.projections[self.modules[module].projection]
+            self._names[module] = factor_names(module, projection, self.plan)
+        return self._names[module]
 
     def _parts(self) -> Iterator[list[str]]:
         """Yield some modules after the other, layer by layer, as they lie in a file."""

@@ -9,7 +9,7 @@ empty).
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -112,6 +112,7 @@ class LoraPlan:
     task: PEFT's task_type; None for one that is not known.
     unread: fields that no release of PEFT reads.
     parts: modules that the file, and so the config, names as a part of a fused one.
+    config: the file's text.
     """
 
     rank: int
@@ -132,7 +133,9 @@ class LoraPlan:
     task: str | None
     unread: tuple[str, ...] = ()
     parts: Mapping[str, FusedPart] = field(default_factory=dict)
+    config: str = field(default="", compare=False, repr=False)
     _ranks: dict[str, int] = field(default_factory=dict, compare=False)
+    _scalings: dict[str, float] = field(default_factory=dict, compare=False)
 
     def rank_of(self, module: str) -> int:
         """Return the rank of a module, named by its path in the base model."""
@@ -143,10 +146,12 @@ class LoraPlan:
 
     def scaling_of(self, module: str) -> float:
         """Return alpha / r of a module, or alpha / sqrt(r) with rsLoRA (arXiv:2312.03732)."""
-        found = _find("alpha_pattern", self.alpha_pattern, self._key(module))
-        alpha = self.alpha if found is None else found
-        rank = self.rank_of(module)
-        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+        if module not in self._scalings:
+            found = _find("alpha_pattern", self.alpha_pattern, self._key(module))
+            alpha = self.alpha if found is None else found
+            rank = self.rank_of(module)
+            self._scalings[module] = alpha / (math.sqrt(rank) if self.use_rslora else rank)
+        return self._scalings[module]
 
     def is_parameter(self, module: str) -> bool:
         """Return whether a module's weight is adapted as a bare parameter."""
@@ -190,24 +195,32 @@ def check_config(folder: Path, faults: Faults, within: Path | None = None) -> Lo
     within: the folder that links must not lead out of.
     """
     with faults.gather():
-        return check_fields(read_fields(folder, within), faults)
+        text, fields = _read(folder, within)
+        plan = check_fields(fields, faults)
+        return None if plan is None else replace(plan, config=text)
     return None
 
 
-def read_fields(folder: Path, within: Path | None = None) -> dict[str, object]:
+def read_fields(folder: Path) -> dict[str, object]:
     """Return the fields of a folder's adapter_config.json; refuses a file that is no object."""
+    return _read(folder, None)[1]
+
+
+def _read(folder: Path, within: Path | None) -> tuple[str, dict[str, object]]:
+    """Return the text and the fields of adapter_config.json."""
     path = folder / CONFIG_NAME
     if not path.is_file():
         refuse(f"no {CONFIG_NAME} among the adapter's files: {files_advice(folder)}")
     try:
-        fields = json.loads(read_text(path, MAX_CONFIG_BYTES, within))
+        text = read_text(path, MAX_CONFIG_BYTES, within)
+        fields = json.loads(text)
     except OSError as error:
         refuse(f"{CONFIG_NAME} cannot be read: {error}; try again", AdapterRefusal.UNAVAILABLE)
     except (ValueError, RecursionError) as error:
         refuse(f"{CONFIG_NAME} is not valid JSON: {error}")
     if not isinstance(fields, dict):
         refuse(f"{CONFIG_NAME} must hold an object, found {type(fields).__name__}")
-    return fields
+    return text, fields
 
 
 def check_fields(fields: Mapping[str, object], faults: Faults) -> LoraPlan | None:

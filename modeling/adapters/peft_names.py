@@ -59,10 +59,9 @@ _TOOLS = (
 
 
 def open_tensors(folder: Path, within: Path | None = None) -> TensorFile:
-    """Open a folder's weights, with PEFT's names; within: as in RegularFile.
+    """Open a folder's weights; within: as in RegularFile.
 
-    Raises AdapterError where there are none or their names are another format's, DamagedFile or
-    OSError where they cannot be read.
+    Raises AdapterError where there are none, DamagedFile or OSError where they cannot be read.
     """
     path = folder / WEIGHTS_NAME
     if not path.is_file():
@@ -71,12 +70,15 @@ def open_tensors(folder: Path, within: Path | None = None) -> TensorFile:
             f"no {WEIGHTS_NAME} among the adapter's files{other}: save it with "
             "save_pretrained(..., safe_serialization=True)"
         )
-    file = TensorFile(path, within)
+    return TensorFile(path, within)
+
+
+def use_peft_names(file: TensorFile) -> None:
+    """Give tensors PEFT's names; AdapterError where the names are another format's."""
     meaning = format_of(file.keys())
     if meaning is not None:
         refuse(f"{WEIGHTS_NAME} holds {meaning}")
     file.rename(peft_names(file.keys()))
-    return file
 
 
 def peft_names(keys: Collection[str]) -> dict[str, str]:
