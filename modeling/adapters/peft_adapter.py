@@ -29,9 +29,9 @@ from modeling.adapters.stacks import LoraModule, LoraStack
 from sharding.extents import Stacks
 from sharding.tensor_file import TensorFile
 
-PART_BYTES = 2**24
+PART_BYTES = 28 * 2**20
 """Most bytes of modules that are read and converted at a time, if one alone has not more: staging
-needs little memory beside the host tier, and few calls."""
+needs little memory beside the host tier, and few calls. It is less than what malloc keeps."""
 
 
 @dataclass(frozen=True)
