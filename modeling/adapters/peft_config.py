@@ -6,21 +6,19 @@ a newer PEFT wrote the file: there it is refused unless its value switches it of
 empty).
 """
 
-import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from configs.reading import read_text
 from configs.wire.adapters import MAX_INVOCATION, AdapterRefusal
+from modeling.adapters.config_file import read_config
 from modeling.adapters.faults import Faults, refuse
 from modeling.adapters.patterns import MatchBudget, PatternError
 from modeling.adapters.peft_fused import FusedPart
-from modeling.adapters.peft_kinds import files_advice, init_advice, is_peft_newer, tuner_advice
+from modeling.adapters.peft_kinds import init_advice, is_peft_newer, tuner_advice
 from modeling.adapters.targets import Modules, PatternTable, Targets, read_targets
-from sources.base import CONFIG_NAME, MAX_CONFIG_BYTES
 
 SERVED = frozenset(
     {"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"}
@@ -195,32 +193,10 @@ def check_config(folder: Path, faults: Faults, within: Path | None = None) -> Lo
     within: the folder that links must not lead out of.
     """
     with faults.gather():
-        text, fields = _read(folder, within)
+        text, fields = read_config(folder, within)
         plan = check_fields(fields, faults)
         return None if plan is None else replace(plan, config=text)
     return None
-
-
-def read_fields(folder: Path) -> dict[str, object]:
-    """Return the fields of a folder's adapter_config.json; refuses a file that is no object."""
-    return _read(folder, None)[1]
-
-
-def _read(folder: Path, within: Path | None) -> tuple[str, dict[str, object]]:
-    """Return the text and the fields of adapter_config.json."""
-    path = folder / CONFIG_NAME
-    if not path.is_file():
-        refuse(f"no {CONFIG_NAME} among the adapter's files: {files_advice(folder)}")
-    try:
-        text = read_text(path, MAX_CONFIG_BYTES, within)
-        fields = json.loads(text)
-    except OSError as error:
-        refuse(f"{CONFIG_NAME} cannot be read: {error}; try again", AdapterRefusal.UNAVAILABLE)
-    except (ValueError, RecursionError) as error:
-        refuse(f"{CONFIG_NAME} is not valid JSON: {error}")
-    if not isinstance(fields, dict):
-        refuse(f"{CONFIG_NAME} must hold an object, found {type(fields).__name__}")
-    return text, fields
 
 
 def check_fields(fields: Mapping[str, object], faults: Faults) -> LoraPlan | None:

@@ -21,11 +21,11 @@ from configs.architectures.select import load_architecture, padded_reason
 from configs.engine import Device, EngineConfig
 from configs.reading import DamagedFile
 from configs.wire.adapters import AdapterError
+from modeling.adapters.config_file import read_config
 from modeling.adapters.host_pages import PAGE_ROWS
 from modeling.adapters.output_rows import output_rows
 from modeling.adapters.peft import FACTOR, open_adapter
 from modeling.adapters.peft_adapter import PeftAdapter
-from modeling.adapters.peft_config import read_fields
 from modeling.adapters.peft_kinds import kind_name
 from modeling.adapters.peft_names import WEIGHTS_NAME
 from modeling.adapters.peft_tokens import ROWS_SUFFIX
@@ -215,7 +215,7 @@ def as_peft(folder: Path) -> Iterator[Path]:
 
 def _kind(folder: Path) -> str:
     try:
-        return kind_name(read_fields(folder))
+        return kind_name(read_config(folder)[1])
     except AdapterError:
         return ""
 
