@@ -131,8 +131,6 @@ class SlotMatcher:
         # The first sample may begin a free part, and is masked but for that.
         first = [Masked(0, ())] if may_begin else []
         rest = copy(self.free).rest(list(drafts))
-        if may_begin and rest == list(drafts):
-            return range(0), [Masked(0, drafts)]
         if rest is None:
             return range(len(first), len(drafts) + 1), first
         offset = len(drafts) - len(rest)

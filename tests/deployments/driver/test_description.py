@@ -1,0 +1,41 @@
+"""What `/info` says of a start."""
+
+import pytest
+
+from configs.engine import SpeculationConfig, SpeculationKind
+from configs.wire.plan import Capacity
+from deployments.driver.description import startup_info
+from deployments.rank.messages import LoadReport
+
+LOOKUP = SpeculationConfig(kind=SpeculationKind.PROMPT_LOOKUP)
+
+
+@pytest.mark.parametrize(
+    ("config", "drafts", "constrained_drafts", "expected"),
+    [
+        (SpeculationConfig(), True, True, "none"),
+        (LOOKUP, False, True, "none: prompt_lookup needs a paged model"),
+        (LOOKUP, True, True, "prompt_lookup, up to 8 tokens"),
+        (LOOKUP, True, False, "prompt_lookup, up to 8 tokens; none under schemas and grammars"),
+    ],
+)
+def test_what_guesses_tokens(
+    config: SpeculationConfig, drafts: bool, constrained_drafts: bool, expected: str
+) -> None:
+    capacity = Capacity(9, 4, (), 0, 1, 0, 99, drafts=drafts, constrained_drafts=constrained_drafts)
+    report = LoadReport(
+        rank=0,
+        pid=0,
+        capacity=capacity,
+        dtype="float32",
+        device="cpu",
+        attention="sdpa",
+        adapter_kernel="none",
+        all_reduce="none",
+        weight_bytes_read=0,
+        weight_bytes_resident=0,
+        cache_bytes=0,
+        adapter_bytes=0,
+        load_seconds=0.0,
+    )
+    assert startup_info([report], config)["speculation"] == expected
