@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-from huggingface_hub import HfApi, get_session, hf_hub_url, snapshot_download
+from huggingface_hub import HfApi, get_session, get_token, hf_hub_url, snapshot_download
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
@@ -57,6 +57,7 @@ class HubSource:
     def resolve(self, reference: AdapterReference, token: Token) -> FoundAdapter:
         """Return the commit that the reference names, and its files."""
         _check_token(token, reference.id)
+        token = _sent(token)
         try:
             info = self._retry.call(lambda: self._info(reference, token), self.is_transient)
         except OfflineModeIsEnabled:
@@ -85,7 +86,7 @@ class HubSource:
         url = hf_hub_url(
             found.reference.id, file.name, revision=commit, endpoint=self._api.endpoint
         )
-        headers = {**build_hf_headers(token=token), "Accept-Encoding": "identity"}
+        headers = {**build_hf_headers(token=_sent(token)), "Accept-Encoding": "identity"}
         if start:
             headers["Range"] = f"bytes={start}-"
         with get_session().stream("GET", url, headers=headers, timeout=self._timeout) as response:
@@ -169,6 +170,11 @@ class HubSource:
 def _has(folder: Path, file: RemoteFile) -> bool:
     path = folder / file.name
     return path.is_file() and path.stat().st_size == file.size
+
+
+def _sent(token: Token) -> Token:
+    """The token to send: the server's where it has one; a public adapter needs none."""
+    return (get_token() or False) if token is True else token
 
 
 def _check_token(token: Token, name: str) -> None:

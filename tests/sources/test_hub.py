@@ -91,6 +91,21 @@ def test_a_private_adapter_is_for_callers_that_may_read_it(
         assert said is (AdapterRefusal.FORBIDDEN if gated else AdapterRefusal.NOT_FOUND)
 
 
+@pytest.mark.parametrize("own", [None, "hf_own"])
+def test_the_servers_token_is_sent_where_it_has_one(
+    hub: HubServer, store: AdapterSources, monkeypatch: pytest.MonkeyPatch, own: str | None
+) -> None:
+    monkeypatch.setattr("sources.hub.get_token", lambda: own)
+    hub.add("acme/sql", adapter_files())
+    store.fetch(store.resolve(SQL, True), True)
+    hub.add("acme/secret", adapter_files(2.0), readers={"hf_own"})
+    secret = AdapterReference(AdapterSource.HUB, "acme/secret")
+    if own is None:
+        assert refusal(store, secret, True) is AdapterRefusal.NOT_FOUND
+    else:
+        store.fetch(store.resolve(secret, True), True)
+
+
 @pytest.mark.parametrize("token", ["hf secret", "hf_secret\nX: y", "hf_sécret", "x" * 5000])
 def test_an_odd_token_is_refused_without_being_quoted(store: AdapterSources, token: str) -> None:
     with pytest.raises(AdapterError) as caught:

@@ -8,6 +8,8 @@ from deployments.ingress.requests.jobs import Body, prompt_limit, requested_toke
 _FEW_CHARACTERS = 65_536
 _CHARACTERS_A_TOKEN = 16
 _FIELD = "truncate_prompt_tokens"
+# The tokenizers library reads no larger number; no prompt is as long.
+_MOST_TOKENS = 2**31 - 1
 
 
 async def encoded(
@@ -50,5 +52,5 @@ def num_tokens(body: Body, info: EngineInfo) -> int:
     given = body.truncate_prompt_tokens
     assert given is not None, "the prompt is not cut"
     if given > 0:
-        return given
+        return min(given, _MOST_TOKENS)
     return max(1, min(info.max_input_tokens, info.max_total_tokens - (requested_tokens(body) or 1)))

@@ -78,6 +78,7 @@ def test_prompts_that_are_too_long_are_cut_to_what_fits(
     post(http, COMPLETIONS, prompt=LONG * 100, truncate_prompt_tokens=-1, max_tokens=100)
     prompt = driver.requests[-1].sequences[0].prompt
     assert len(prompt) == info.max_total_tokens - 100
+    post(http, COMPLETIONS, prompt="a", truncate_prompt_tokens=10**30)
     post(http, CHAT, messages=[{"role": "user", "content": LONG * 100}], max_tokens=3,
          truncate_prompt_tokens=4)  # fmt: skip
     assistant = ids_of(driver, "<|assistant|>")
