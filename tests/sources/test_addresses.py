@@ -1,7 +1,7 @@
 """Only the configured servers are called, for any name that a client sends."""
 
 import socket
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -41,24 +41,27 @@ def looked_up(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return hosts
 
 
-@pytest.fixture
-def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AdapterSources:
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AdapterSources]:
+    """All sources, for all tests: each of boto3's clients takes half a second."""
     pytest.importorskip("boto3")
-    # As the start script has it; else the library asks its own server for more than a name.
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY", True)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    return AdapterSources(
-        AdaptersConfig.model_validate(
-            {
-                "hub_endpoint": f"http://{HUB}",
-                "s3": {"roots": ["bucket/adapters"], "endpoint_url": f"http://{STORE}"},
-                "local_roots": [str(tmp_path)],
-                "fetch": {"cache_dir": str(tmp_path / "cache"), "attempts": 1},
-            }
+    folder = tmp_path_factory.mktemp("sources")
+    with pytest.MonkeyPatch.context() as patch:
+        # As the start script has it; else the library asks its own server for more than a name.
+        patch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY", True)
+        patch.setenv("AWS_ACCESS_KEY_ID", "x")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "x")
+        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        yield AdapterSources(
+            AdaptersConfig.model_validate(
+                {
+                    "hub_endpoint": f"http://{HUB}",
+                    "s3": {"roots": ["bucket/adapters"], "endpoint_url": f"http://{STORE}"},
+                    "local_roots": [str(folder)],
+                    "fetch": {"cache_dir": str(folder / "cache"), "attempts": 1},
+                }
+            )
         )
-    )
 
 
 @pytest.mark.parametrize("name", NAMES)
