@@ -171,10 +171,14 @@ class Grammars:
         state = self._accepted(slot)
         if state is None or state.matcher is None:
             return []
-        host[row : row + 1 + len(state.row.drafts)] = self._only_end_tokens
-        if state.is_void:
+        drafts, is_void = state.row.drafts, state.is_void
+        if drafts or is_void:
+            host[row : row + 1 + len(drafts)] = self._only_end_tokens
+        if is_void:
             return []
-        free, masked = state.masked()
+        if state.free is None:
+            return [_Part(slot, state.number, state.matcher, row, drafts)]
+        free, masked = state.free.masked(drafts)
         host[row + free.start : row + free.stop] = ~self._only_end_tokens
         # Two parts need a matcher each; a copy shares its caches.
         matchers = (state.matcher, *(state.matcher.deep_copy() for _ in masked[1:]))

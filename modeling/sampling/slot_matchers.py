@@ -32,6 +32,16 @@ class StepSamples:
         return values
 
 
+class Masked(NamedTuple):
+    """Which of a row's samples a matcher masks: one, and one behind each token of `drafts`.
+
+    offset: the first of them, counted from the row's first sample.
+    """
+
+    offset: int
+    drafts: tuple[int, ...]
+
+
 class FreeText:
     """The part of an answer before its constraint begins: a model's reasoning.
 
@@ -56,6 +66,16 @@ class FreeText:
                 return tokens[index + 1 :]
         return None
 
+    def masked(self, drafts: tuple[int, ...]) -> tuple[range, list[Masked]]:
+        """Return which samples of a row with this draft are free, and which a matcher masks."""
+        # The first sample may begin this part, and is masked but for that.
+        first = [Masked(0, ())] if self.begin >= 0 else []
+        rest = copy(self).rest(list(drafts))
+        if rest is None:
+            return range(len(first), len(drafts) + 1), first
+        offset = len(drafts) - len(rest)
+        return range(len(first), offset), [*first, Masked(offset, tuple(rest))]
+
 
 class AnswerRow(NamedTuple):
     """A row that samples.
@@ -69,16 +89,6 @@ class AnswerRow(NamedTuple):
 
 
 _NEXT = AnswerRow()
-
-
-class Masked(NamedTuple):
-    """Which of a row's samples a matcher masks: one, and one behind each token of `drafts`.
-
-    offset: the first of them, counted from the row's first sample.
-    """
-
-    offset: int
-    drafts: tuple[int, ...]
 
 
 @dataclass
@@ -121,17 +131,3 @@ class SlotMatcher:
     def is_void(self) -> bool:
         """Whether the newest row is behind a wrong draft, after `pending`."""
         return self.row.first not in (None, self.num_taken)
-
-    def masked(self) -> tuple[range, list[Masked]]:
-        """Return which samples of the newest row are free, and which the matcher masks."""
-        drafts = self.row.drafts
-        if self.free is None:
-            return range(0), [Masked(0, drafts)]
-        may_begin = self.free.begin >= 0
-        # The first sample may begin a free part, and is masked but for that.
-        first = [Masked(0, ())] if may_begin else []
-        rest = copy(self.free).rest(list(drafts))
-        if rest is None:
-            return range(len(first), len(drafts) + 1), first
-        offset = len(drafts) - len(rest)
-        return range(len(first), offset), [*first, Masked(offset, tuple(rest))]
