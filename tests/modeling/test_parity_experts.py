@@ -16,7 +16,7 @@ from modeling.adapters.peft_experts import ExpertParameter
 from modeling.adapters.peft_shared_experts import SharedFactors
 from modeling.models.generic import experts, reading, routed_projections
 from modeling.runner.loading import load_model
-from sharding.group import LoneRank
+from sharding.group import LoneRank, SingleRank
 from sharding.tensor_file import TensorFile
 from tests.checkpoints_generic import MIXTURES
 from tests.modeling.parity import BASE, Setting, World, compare, engine_config, expect_mismatch
@@ -58,10 +58,10 @@ def test_what_peft_converts_over_whole_experts(world: World, ranks: int) -> None
 
 
 def test_a_model_without_experts(world: World) -> None:
-    with pytest.raises(ArchitectureError, match="Olmo2ForCausalLM has no routed experts"):
-        compare(world, Setting("generic", "olmo2", 1, [BASE], spread=True))
-    with pytest.raises(ArchitectureError, match="LlamaForCausalLM has no routed experts"):
-        compare(world, Setting("llama", "gqa", 1, [BASE], spread=True))
+    for family, variant, name in (("generic", "olmo2", "Olmo2"), ("llama", "gqa", "Llama")):
+        config = engine_config(world.model(family, variant), expert_parallel=True)
+        with pytest.raises(ArchitectureError, match=f"{name}ForCausalLM has no routed experts"):
+            load_model(config, SingleRank(), torch.device("cpu"))
 
 
 def test_where_whole_experts_were_not_compared(world: World) -> None:
