@@ -6,12 +6,16 @@ _NONE: tuple[object, ...] = (None,)
 _OFF = (None, False)
 _ONE = (None, 1)
 _EMPTY: tuple[object, ...] = (None, [], {}, "")
+# Claude Code sends the last one.
+_UNEDITED = (
+    *_EMPTY, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+)  # fmt: skip
 _ELSEWHERE = "it belongs to OpenAI's routes"
 
 REFUSED = refused_fields((
     (_EMPTY, "there are no containers", "container"),
     (_EMPTY, "give the model `tools`, and call the servers yourself", "mcp_servers"),
-    (_EMPTY, "shorten the messages yourself", "context_management"),
+    (_UNEDITED, "shorten the messages yourself", "context_management"),
     (_NONE, "shorten the messages yourself", "compaction"),
     (_EMPTY, "send another request yourself", "fallbacks"),
     (_ONE, "a message has one answer", "n"),

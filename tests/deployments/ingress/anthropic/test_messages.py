@@ -260,7 +260,8 @@ def test_tokens_are_counted_as_they_are_used(http: httpx.Client, driver: FakeDri
         ({"tool_choice": {"type": "tool"}, "tools": TOOLS}, "`name`"),
         ({"mcp_servers": [{"url": "x"}]}, "`mcp_servers`"),
         ({"container": "c"}, "`container`"),
-        ({"context_management": {"edits": []}}, "`context_management`"),
+        ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
+         "`context_management`"),
         ({"stop": ["x"]}, "use `stop_sequences`"),
         ({"no_such_field": 1}, "`no_such_field`"),
         ({"n": 2}, "`n`"),
@@ -283,6 +284,8 @@ def test_what_is_not_served_is_refused_by_name(
 def test_fields_that_change_nothing_are_accepted(http: httpx.Client) -> None:
     body = {"metadata": {"user_id": "u"}, "service_tier": "auto", "cache_control": None,
             "seed": 3, "min_p": 0.1, "thinking": {"type": "disabled"}}  # fmt: skip
+    unedited = {"type": "clear_thinking_20251015", "keep": "all"}
+    body["context_management"] = {"edits": [unedited]}
     assert post(http, **body)["type"] == "message"
 
 
