@@ -282,10 +282,10 @@ def test_what_is_not_served_is_refused_by_name(
 
 
 def test_fields_that_change_nothing_are_accepted(http: httpx.Client) -> None:
-    body = {"metadata": {"user_id": "u"}, "service_tier": "auto", "cache_control": None,
-            "seed": 3, "min_p": 0.1, "thinking": {"type": "disabled"}}  # fmt: skip
     unedited = {"type": "clear_thinking_20251015", "keep": "all"}
-    body["context_management"] = {"edits": [unedited]}
+    body = {"metadata": {"user_id": "u"}, "service_tier": "auto", "cache_control": None,
+            "seed": 3, "min_p": 0.1, "thinking": {"type": "disabled"},
+            "context_management": {"edits": [unedited]}}  # fmt: skip
     assert post(http, **body)["type"] == "message"
 
 
