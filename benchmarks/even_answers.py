@@ -22,9 +22,8 @@ from pathlib import Path
 from typing import Protocol
 
 from benchmarks.offline import Benchmark
+from benchmarks.offline_setup import model_parser
 from benchmarks.workload import SHAPES
-from configs.engine import AttentionKind, Device
-from configs.model import DType
 from configs.wire.plan import Capacity, StepPlan, StepResult
 from configs.wire.sampling import Sampling, Stopping
 from modeling.batch import ForwardBatch
@@ -204,11 +203,7 @@ def measure(ranks: Ranks, options: argparse.Namespace) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama3-8b")
-    parser.add_argument("--device", choices=[d.value for d in Device], default="auto")
-    parser.add_argument("--dtype", choices=[d.value for d in DType], default="bfloat16")
-    parser.add_argument("--attention", choices=[a.value for a in AttentionKind], default="auto")
+    parser = model_parser(__doc__)
     parser.add_argument("--in-flight", dest="batches", type=int, nargs="+", default=[64])
     parser.add_argument("--requests", type=int, default=3, help="of each stream")
     parser.add_argument("--gap-ms", type=float, nargs="+", default=[0, 28])

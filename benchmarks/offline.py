@@ -22,10 +22,9 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 
-from benchmarks.offline_setup import RANK, engine_config
+from benchmarks.offline_setup import RANK, engine_config, model_parser
 from benchmarks.workload import PEOPLE, SHAPES, write_adapter, write_model
-from configs.engine import AttentionKind, Device
-from configs.model import DType
+from configs.engine import Device
 from configs.wire.adapters import AdapterKey, FetchedAdapter
 from configs.wire.plan import RequestJoin, StepRow
 from configs.wire.sampling import Sampling
@@ -318,11 +317,7 @@ def _results(benchmark: Benchmark, options: argparse.Namespace) -> Iterator[dict
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama3-8b")
-    parser.add_argument("--device", choices=[d.value for d in Device], default="auto")
-    parser.add_argument("--dtype", choices=[d.value for d in DType], default="bfloat16")
-    parser.add_argument("--attention", choices=[a.value for a in AttentionKind], default="auto")
+    parser = model_parser(__doc__)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 64, 256])
     parser.add_argument("--adapters", type=int, nargs="+", default=[0])
     parser.add_argument("--context", type=int, default=640)

@@ -1,13 +1,24 @@
-"""The engine that the offline benchmark's command line asks for."""
+"""The engine that the command line of a benchmark without a server asks for."""
 
 import argparse
 from pathlib import Path
 
+from benchmarks.workload import SHAPES
 from configs.adapters import AdaptersConfig
 from configs.engine import AttentionKind, CacheConfig, Device, EngineConfig, LimitsConfig
 from configs.model import DType, LoadFormat, ModelConfig
 
 RANK = 16
+
+
+def model_parser(doc: str | None) -> argparse.ArgumentParser:
+    """A parser of what such benchmarks share; doc: the module's, whose first line it shows."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0] if doc else None)
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama3-8b")
+    parser.add_argument("--device", choices=[d.value for d in Device], default="auto")
+    parser.add_argument("--dtype", choices=[d.value for d in DType], default="bfloat16")
+    parser.add_argument("--attention", choices=[a.value for a in AttentionKind], default="auto")
+    return parser
 
 
 def engine_config(options: argparse.Namespace, model: Path) -> EngineConfig:

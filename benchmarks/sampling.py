@@ -16,9 +16,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from benchmarks.offline import Benchmark, OfflineCase
-from benchmarks.workload import SHAPES
-from configs.engine import AttentionKind, Device
-from configs.model import DType
+from benchmarks.offline_setup import model_parser
 from configs.wire.sampling import Sampling
 
 TOP = Sampling(temperature=0.8, top_k=50, top_p=0.95)
@@ -56,11 +54,7 @@ def measure(benchmark: Benchmark, rows: int, options: argparse.Namespace) -> Non
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama3-8b")
-    parser.add_argument("--device", choices=[d.value for d in Device], default="auto")
-    parser.add_argument("--dtype", choices=[d.value for d in DType], default="bfloat16")
-    parser.add_argument("--attention", choices=[a.value for a in AttentionKind], default="auto")
+    parser = model_parser(__doc__)
     parser.add_argument("--rows", dest="batches", type=int, nargs="+", default=[1, 64])
     parser.add_argument("--adapters", type=int, nargs="+", default=[0])
     parser.add_argument("--mixes", nargs="+", choices=MIXES, default=list(MIXES))

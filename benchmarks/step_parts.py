@@ -18,10 +18,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.offline import PROMPT, Benchmark, OfflineCase
-from benchmarks.offline_setup import RANK
+from benchmarks.offline_setup import RANK, model_parser
 from benchmarks.workload import SHAPES
-from configs.engine import AttentionKind, Device
-from configs.model import DType
 
 PRODUCTS = ("q, k, v", "o", "gate, up", "down")
 """Of a layer, in their order."""
@@ -146,11 +144,7 @@ def measure(benchmark: Benchmark, options: argparse.Namespace) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama3-8b")
-    parser.add_argument("--device", choices=[d.value for d in Device], default="auto")
-    parser.add_argument("--dtype", choices=[d.value for d in DType], default="bfloat16")
-    parser.add_argument("--attention", choices=[a.value for a in AttentionKind], default="auto")
+    parser = model_parser(__doc__)
     parser.add_argument("--rows", dest="batches", type=int, nargs="+", default=[1, 64, 256])
     parser.add_argument("--adapters", type=int, nargs="+", default=[0, 32])
     parser.add_argument("--context", type=int, default=640)
