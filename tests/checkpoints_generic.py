@@ -29,7 +29,7 @@ SHAPE: dict[str, Any] = {
 }
 
 GENERIC: dict[str, dict[str, Any]] = {
-    "apertus": {},
+    "apertus": {"head_dim": 4},
     "cohere": {"use_qk_norm": True, "logit_scale": 0.5},
     "cohere2": {"layer_types": MIXED, "sliding_window": WINDOW, "logit_scale": 0.5},
     "exaone4": {"layer_types": MIXED, "sliding_window": WINDOW},

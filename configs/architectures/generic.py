@@ -77,6 +77,13 @@ def _obstacle(config: Mapping[str, Any]) -> str | None:
     layers = set(config.get("layer_types") or ()) - _LAYER_KINDS
     if layers:
         return f"layer_types {', '.join(sorted(layers))} are not served paged"
+    table = config.get("vocab_size_per_layer_input") or config["vocab_size"]
+    is_read = kind == "gemma4_text" and config.get("hidden_size_per_layer_input")
+    if is_read and table < config["vocab_size"]:
+        raise ArchitectureError(
+            f"vocab_size_per_layer_input ({table}) is below vocab_size ({config['vocab_size']}): "
+            "transformers fails at tokens that the table lacks"
+        )
     # Between tokens of images alone ("vision") is none of a text's.
     if config.get("use_bidirectional_attention") not in (None, False, "vision"):
         raise ArchitectureError(

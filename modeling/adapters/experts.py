@@ -43,6 +43,11 @@ def is_aligned(tensor: Tensor) -> bool:
     return not any(step % ALIGNMENT for step in steps)
 
 
+def has_aligned_sides(weights: Tensor) -> bool:
+    """Whether it takes matrices [experts, ...] and their products, whichever side is summed."""
+    return not any(side * weights.element_size() % ALIGNMENT for side in weights.shape[1:])
+
+
 @dataclass(frozen=True)
 class RoutedPairs:
     """Pairs of a token and an expert, sorted by expert.

@@ -35,6 +35,10 @@ _OWN_PLAN = {
 }
 """The plan of types without one in their configs: their attention may count its heads itself."""
 
+_QUERY = "layers.*.self_attn.q_proj"
+_LATENT_QUERY = "layers.*.self_attn.q_b_proj"
+"""Stands in a plan for both: a model without a rank of its queries' factors has the other."""
+
 _PAIRS = {"layers.*.mlp.gate_up_proj": Style.PAIR, "layers.*.mlp.down_proj": Style.ROW}
 
 _EXPERTS = frozenset({"packed_colwise", "rowwise", "packed_rowwise", "colwise"})
@@ -88,9 +92,12 @@ class CutPlan:
         """Whether a layer is the decoder's; those behind it compute some of a step's tokens."""
         return path.startswith(self._prefix)
 
-    def rows(self, path: str, size: int) -> Segments:
+    def rows(self, path: str, shape: tuple[int, ...]) -> Segments:
         """Return the part of a parameter's first dimension: its heads', where it has one a head."""
-        name = path.removeprefix(self._prefix)
+        name, size = path.removeprefix(self._prefix), shape[0]
+        if len(shape) == 1 and "norm" in name:
+            # One for all heads: their width may be their number.
+            return whole(size)
         styles = self._styles.get(_NUMBER.sub("*", re.sub(r"attn\..*", "attn.q_proj", name)))
         if self._group.size == 1 or styles is not Style.COLUMN:
             return whole(size)
@@ -161,4 +168,6 @@ def _styles(plan: Mapping[str, str] | None) -> dict[str, Style]:
     if not plan:
         return _OWN_PLAN
     styles = {name: _STYLES[style] for name, style in plan.items() if style in _STYLES}
+    if _LATENT_QUERY in styles:
+        styles.setdefault(_QUERY, styles[_LATENT_QUERY])
     return {**styles, **_PAIRS} if "layers.*.mlp.gate_up_proj" in plan else styles

@@ -23,7 +23,7 @@ from modeling.adapters.experts import (
     RoutedPairs,
     add_routing,
     grouped_product,
-    is_aligned,
+    has_aligned_sides,
     route,
 )
 from modeling.adapters.projection import ModulePosition, Projection
@@ -173,7 +173,7 @@ def _experts_adapted(
 ) -> Tensor:
     """[tokens, hidden] to the same shape; top_k_index, top_k_weights: [tokens, experts of one]."""
     module, groups = layer.module, step.routed
-    if not groups and not layer.is_spread and is_aligned(module.down_proj):
+    if not groups and not layer.is_spread and has_aligned_sides(module.down_proj):
         return plain(hidden_states, top_k_index, top_k_weights)
     ids, count, active = layer.local(top_k_index), len(layer.own), top_k_index.shape[1]
     pairs = RoutedPairs.of(ids.flatten(), count)

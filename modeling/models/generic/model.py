@@ -19,7 +19,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from configs.architectures.base import ArchitectureError
 from configs.architectures.generic import GenericArchitecture
-from modeling.adapters.experts import is_aligned
+from modeling.adapters.experts import has_aligned_sides
 from modeling.adapters.norms import NormModule
 from modeling.adapters.peft_tokens import token_projections
 from modeling.adapters.product import AdapterData
@@ -43,6 +43,7 @@ from modeling.models.generic.step import (
     PositionsAsLength,
     RotationLostError,
 )
+from modeling.models.generic.windows import check_windows, marked_masks
 from modeling.models.paged_base import read_score
 from sharding.embedding import ParallelHead, VocabParallelEmbedding
 from sharding.loader import Weights
@@ -87,7 +88,7 @@ class GenericForCausalLM(nn.Module):
         stacked = [each for each in self.causal.parameters() if each.dim() == 3]
         # torch's product of groups reads their sizes on the host, but for half precision.
         is_half = weights.dtype is not torch.float32
-        self.capturable = not stacked or (is_half and all(map(is_aligned, stacked)))
+        self.capturable = not stacked or (is_half and all(map(has_aligned_sides, stacked)))
         self.causal.requires_grad_(False).train(False)
         fuse(self.causal, self._step)
         self._decoder = cast(nn.Module, getattr(self.causal, prefix))
@@ -96,6 +97,7 @@ class GenericForCausalLM(nn.Module):
         for module in self.causal.modules():
             if hasattr(module, "layer_idx"):
                 setattr(module, "loray_step", self._step)  # noqa: B010 - modules are not ours
+        self._longest = architecture.max_total_tokens
         self._layers = self._learn_layers()
 
     @classmethod
@@ -192,14 +194,20 @@ class GenericForCausalLM(nn.Module):
         ids = torch.tensor(PROBE, device=self.device) % self.vocab_size
         positions = torch.arange(len(PROBE), device=self.device)
         try:
-            with self._step.using(forms, None), input_shapes(self.causal, shapes):
+            with (
+                self._step.using(forms, None),
+                input_shapes(self.causal, shapes),
+                marked_masks(self._decoder.config),
+            ):
                 self._decode(ids, positions)
         except RotationLostError as error:
             logger.info("q and k are rotated by transformers' code: %s", error)
             undo_rotations(self.causal)
             return self._learn_layers()
         self._norms = find_norms(self.causal, self._plan, shapes, len(PROBE))
-        return forms.layers(self.num_layers)
+        layers = forms.layers(self.num_layers)
+        check_windows(self._decoder.config, layers, self._longest)
+        return layers
 
 
 @dataclass

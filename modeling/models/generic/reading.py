@@ -97,7 +97,7 @@ class _Reader:
                 return stacked.read(self._weights, shape, rows, columns)
             found = self._weights.read(name, shape, dtype=dtype)
             return _part(_part(found, 1, rows), 2, columns).contiguous()
-        own = self._plan.rows(name, shape[0]) if shape else None
+        own = self._plan.rows(name, shape) if shape else None
         return self._weights.read(name, shape, rows=own, dtype=dtype)
 
 

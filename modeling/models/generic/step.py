@@ -22,6 +22,7 @@ from modeling.layers.rotary import rotate
 from modeling.models.base import AttentionLayer
 from modeling.models.context import PagedContext
 from modeling.models.generic.norms import FusedRMSNorm
+from modeling.models.generic.windows import MARKED, marked_window
 
 ATTENTION = "loray"
 """The name under which transformers' modules find `attend`."""
@@ -86,7 +87,9 @@ class LayerForms:
         self._keys.append(heads.k)
         owner = self._owners.setdefault(heads.k.data_ptr(), layer)
         source = None if owner == layer else owner
-        self._forms[layer] = replace(form, chunk=self._chunks.get(layer), source=source)
+        chunk = self._chunks.get(layer)
+        window = form.window if chunk is None else None
+        self._forms[layer] = replace(form, window=window, chunk=chunk, source=source)
         return torch.zeros_like(heads.q)
 
     def layers(self, num_layers: int) -> tuple[AttentionLayer, ...]:
@@ -105,9 +108,11 @@ class PagedLayers:
 
     def attend(self, layer: int, heads: Heads, form: AttentionLayer) -> Tensor:
         """Store k and v, then attend over the rows' whole cache."""
-        # The form of a layer's attention is fixed: a probe at the start saw it.
+        # The form of a layer's attention is fixed: a probe at the start saw it. A window may be in
+        # its mask alone, and masks are made for the probe only.
         known = self._forms[layer]
-        assert form == replace(known, chunk=None, source=None), (layer, form, known)
+        given = replace(known, window=form.window, chunk=None, source=None)
+        assert form == given, (layer, form, known)
         if known.source is None:
             q = self._store(layer, heads)
         else:
@@ -115,7 +120,7 @@ class PagedLayers:
             q = heads.normed().q
             q = q if heads.angles is None else rotate(q, *heads.angles)
             q = q.to(heads.q.dtype).contiguous()
-        return self._context.query(layer, q, form.window, heads.sinks)
+        return self._context.query(layer, q, known.window, heads.sinks)
 
     def _store(self, layer: int, heads: Heads) -> Tensor:
         """Norm and rotate what is not yet, put k and v into the cache, return q."""
@@ -271,8 +276,8 @@ def attend(
 ) -> tuple[Tensor, None]:
     """transformers' interface: query, key, value [1, heads, tokens, head_dim].
 
-    Returns [1, tokens, heads, value head_dim]. The mask is not read: rows, causality and windows
-    are the backend's.
+    Returns [1, tokens, heads, value head_dim]. Rows, causality and windows are the backend's: of a
+    mask no more is read than its window, where it is a mark.
     """
     owner: Any = module
     step: CurrentStep = owner.loray_step
@@ -286,7 +291,7 @@ def attend(
         num_kv_heads=k.shape[1],
         head_dim=width,
         scale=width**-0.5 if scaling is None else scaling,
-        window=sliding_window,
+        window=marked_window(attention_mask, sliding_window),
         softcap=softcap,
         sinks=s_aux is not None,
     )
@@ -296,3 +301,4 @@ def attend(
 
 
 AttentionInterface.register(ATTENTION, attend)
+AttentionInterface.register(MARKED, attend)

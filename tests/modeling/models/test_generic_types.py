@@ -1,25 +1,57 @@
 """Every type that is paged by transformers' modules loads, and computes what transformers does."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from configs.architectures.base import ArchitectureError
 from configs.architectures.generic import PAGED_TYPES
 from configs.model import DType, ModelConfig
 from configs.wire.sampling import Sampling
+from modeling.models.generic.cuts import CutPlan, Style
 from modeling.runner.load_paged import load_paged
 from sharding.group import SingleRank
 from tests.checkpoints import load_oracle, oracle_logits
 from tests.modeling.models.sweep_truth import VOCAB_SIZE, prompts
-from tests.modeling.models.tiny_causal import write_tiny
+from tests.modeling.models.tiny_causal import tiny_config, write_tiny
 from tests.modeling.parity import BLOCK_SIZE, NUM_BLOCKS, engine_config, full_logprobs, poison
 from tests.modeling.stepping import Asked, generate
+from tests.ranks import MemoryRank, Table
 
 TOLERANCE = {DType.FLOAT32: 1e-4, DType.BFLOAT16: 0.5}
 """On any logprob; one of bfloat16 is off by more now and then, hence the second bound."""
 CHUNK = 11
 """Of a prompt of more tokens, and fewer than two of it."""
+
+CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "olmoe": ({"sliding_window": 8}, r"sliding_window \(8\).* the cache of transformers forgets"),
+    "mixtral": ({"sliding_window": 1}, r"sliding_window \(1\).* forgets nothing"),
+    "gemma4_text": ({"vocab_size": 97}, r"vocab_size_per_layer_input \(96\) is below"),
+}
+"""What a config.json may say too, of which parts of transformers hold different things."""
+
+
+@pytest.mark.parametrize("kind", CONTRADICTIONS)
+def test_contradictions_are_refused(tmp_path: Path, kind: str) -> None:
+    model = write_tiny(tmp_path / "model", kind)
+    settings = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    changes, message = CONTRADICTIONS[kind]
+    (model / "config.json").write_text(json.dumps(settings | changes), encoding="utf-8")
+    with pytest.raises(ArchitectureError, match=message):
+        load_paged(engine_config(model), SingleRank(), torch.device("cpu"))
+
+
+def test_queries_are_cut_with_and_without_latent_factors() -> None:
+    """GLM-4.7's plan has those of a model with factors alone."""
+    config = tiny_config("glm4_moe_lite")
+    config.q_lora_rank = None
+    plan = CutPlan(config, "model", MemoryRank(Table(2), 1))
+    cut = plan.of("model.layers.0.self_attn.q_proj", nn.Linear(32, 64))
+    assert (cut.style, cut.outputs) == (Style.COLUMN, ((32, 64),))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

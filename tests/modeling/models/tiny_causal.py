@@ -88,6 +88,11 @@ OWN: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {"head_dim": 8},
     "nemotron": {"head_dim": 8, "num_key_value_heads": 2},
     "moshi": {"sliding_window": 24},
+    "aria_text": {"intermediate_size": 42},
+    "phimoe": {"sliding_window": 8},
+    "qwen2_moe": {
+        "use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"],
+    },
     "zaya": {"num_experts_per_tok": 1},
     "llama4_text": {
         "attn_temperature_tuning": True, "no_rope_layers": [1, 0], "intermediate_size_mlp": 48,

@@ -1,0 +1,64 @@
+"""How far layers of transformers' modules see, where their masks alone say it.
+
+A module hands its window to the attention function, or puts it into the mask only (Qwen2-MoE,
+Phi-MoE). Eager attention heeds the mask alone, and so does this.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionMaskInterface, DynamicCache
+
+from configs.architectures.base import ArchitectureError
+from modeling.models.base import AttentionLayer
+
+MARKED = "loray_marked"
+"""The attention implementation under which masks are marks."""
+
+
+def mark(local_size: int | None = None, device: Any = None, **_options: Any) -> Tensor:
+    """Return what stands for a mask: int64 [1, 1, 1, 1], its window in tokens, 0 without one."""
+    return torch.full((1, 1, 1, 1), local_size or 0, device=device)
+
+
+AttentionMaskInterface.register(MARKED, mark)
+
+
+@contextmanager
+def marked_masks(config: Any) -> Iterator[None]:
+    """Let a decoder make marks in place of masks meanwhile; config: its own, of transformers."""
+    kept = config._attn_implementation
+    config._attn_implementation = MARKED
+    try:
+        yield
+    finally:
+        config._attn_implementation = kept
+
+
+def marked_window(mask: Tensor | None, window: int | None) -> int | None:
+    """Return the window in tokens; mask: a mark, or None where the module's argument counts."""
+    return window if mask is None else int(mask.max()) or None
+
+
+def check_windows(config: Any, layers: Sequence[AttentionLayer], longest: int) -> None:
+    """Refuse a model where the cache of transformers keeps less than its attention sees.
+
+    longest: sequence in tokens. ArchitectureError names the setting.
+    """
+    for kept, layer in zip(DynamicCache(config=config).layers, layers, strict=False):
+        window = getattr(kept, "sliding_window", None)
+        if window is None or window >= longest or layer.chunk is not None:
+            continue
+        if window == 1:
+            raise ArchitectureError(
+                "sliding_window (1): the cache of transformers forgets nothing then, and its "
+                "attention sees all of it: remove it from config.json"
+            )
+        if layer.window is None or layer.window > window:
+            raise ArchitectureError(
+                f"sliding_window ({window}): attention of {type(config).__name__} does not read "
+                "it, but the cache of transformers forgets by it: remove it from config.json"
+            )
