@@ -1,5 +1,6 @@
 """Tiny random GPT-2, OPT and GPT-NeoX models, written by transformers itself."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,7 @@ def ends(layers: list[str], embedding: str, head: str, **extra: Any) -> dict[str
             r=6, target_modules=modules, seed=seed, extra=more, save_embeddings=False
         )
 
+    whole_both = recipe(47, layers[:1], modules_to_save=both)
     return {
         "layers": recipe(41, layers),
         "head": recipe(42, [head]),
@@ -156,7 +158,7 @@ def ends(layers: list[str], embedding: str, head: str, **extra: Any) -> dict[str
         "everything": recipe(44, [*layers, *both]),
         "whole_head": recipe(45, layers, modules_to_save=[head]),
         "whole_embedding": recipe(46, layers, modules_to_save=[embedding]),
-        "whole_both": recipe(47, layers[:1], modules_to_save=both),
+        "whole_both": replace(whole_both, save_embeddings=True),
         "whole_and_factors": recipe(48, [*layers, embedding], modules_to_save=[head]),
         "whole_as_one": recipe(49, layers, modules_to_save=both, ensure_weight_tying=True),
         "factors_as_one": recipe(50, both, ensure_weight_tying=True),

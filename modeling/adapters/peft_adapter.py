@@ -70,7 +70,7 @@ class PeftAdapter:
     def other_names(self) -> set[str]:
         """Return the names of all tensors that are no factors."""
         score = set() if self.score is None else {self.score.key}
-        tokens = {each.key for each in self.tokens}
+        tokens = {name for each in self.tokens for name in each.names}
         others = tokens | self.norms.vectors.keys() | self.norms.idle | self.experts.names
         return self.ends.names | self.biases.names | score | others | self.whole.names
 

@@ -29,6 +29,11 @@ PREFIX = "base_model.model."
 WEIGHT_SUFFIX = ".weight"
 COPY_SUFFIX = ".base_layer.weight"
 TOKENS_COPY_SUFFIX = ".token_adapter.base_layer.weight"
+ORIGINAL_SUFFIX = ".original_module.weight"
+"""Of the base weight beside a whole one, where PEFT saves ends with all that their modules hold."""
+TWICE_SUFFIX = ".modules_to_save.weight"
+"""Of the whole weight once more, there; PEFT does not read it."""
+COPIES = (WEIGHT_SUFFIX, TOKENS_COPY_SUFFIX, ORIGINAL_SUFFIX)
 COPY_ROWS = 4096
 """How many rows of a copy are compared at once."""
 
@@ -61,16 +66,18 @@ class EndTensors:
     matrices: the position of each whole weight.
     copies: the base tensor of each copy.
     copied: modules for which the file holds a copy of the base weight beside the factors.
+    idle: names of tensors that PEFT does not read.
     """
 
     matrices: dict[str, ModulePosition] = field(default_factory=dict)
     copies: dict[str, BaseRows] = field(default_factory=dict)
     copied: set[str] = field(default_factory=set)
+    idle: set[str] = field(default_factory=set)
 
     @property
     def names(self) -> set[str]:
         """Return the names of all these tensors."""
-        return {*self.matrices, *self.copies}
+        return {*self.matrices, *self.copies, *self.idle}
 
     def check(self, file: TensorFile, projections: Sequence[Projection]) -> None:
         """Refuse whole weights and copies of another model's shape, or of no float type."""
@@ -113,8 +120,8 @@ def find_ends(
     saved = _saved_ends(plan, ends, all(each.can_adapt_ends for each in projections))
     found = EndTensors()
     for path, rows in base.items():
-        under_tokens = path.removesuffix(WEIGHT_SUFFIX) + TOKENS_COPY_SUFFIX
-        names = (PREFIX + path, PREFIX + under_tokens)
+        module = path.removesuffix(WEIGHT_SUFFIX)
+        names = [PREFIX + module + suffix for suffix in COPIES]
         found.copies.update({name: rows for name in names if name in keys})
     for end in ends:
         present = _weights(end, keys)
@@ -126,6 +133,7 @@ def find_ends(
                 )
             found.matrices[present[0]] = ModulePosition(_whole_pool(end, projections, plan), 0)
             found.copies.pop(present[0], None)
+            found.idle.update(PREFIX + module + TWICE_SUFFIX for module in end.modules(0))
         else:
             found.copies.update(dict.fromkeys(present, end.base_rows))
         for module in end.modules(0):

@@ -64,11 +64,13 @@ class TokenTensor:
     """A tensor of trained rows [ids, width] in a file.
 
     positions: where they are set: embedding, head, or both where they are tied.
+    names: of the tensor, and of its copies for a tied head, which PEFT may write and does not read.
     """
 
     key: str
     ids: tuple[int, ...]
     positions: tuple[ModulePosition, ...]
+    names: frozenset[str]
 
     def stacks(self, file: TensorFile) -> Iterator[LoraStack]:
         """Yield the rows as A and their ids' digits as B, for each end; refuses not finite ones."""
@@ -194,4 +196,7 @@ def _tensor(file: TensorFile, ends: Mapping[int, Projection], rows: _Rows) -> To
                 "trainable_token_indices: this model's head has a bias, which PEFT leaves out "
                 "where it sets rows: merge the trained tokens into the base model"
             )
-    return TokenTensor(key, rows.ids, tuple(ModulePosition(index, 0) for index in rows.ends))
+    positions = tuple(ModulePosition(index, 0) for index in rows.ends)
+    modules = (module for index in rows.ends for module in ends[index].modules(0))
+    names = frozenset(PREFIX + module + ROWS_SUFFIX for module in modules)
+    return TokenTensor(key, rows.ids, positions, names)

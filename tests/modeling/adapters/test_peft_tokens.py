@@ -49,7 +49,9 @@ def test_ids_are_exact_in_half_precision(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("rows", [IDS, {"embed_tokens": IDS}, {"model.embed_tokens": IDS}])
 @pytest.mark.parametrize("tied", [False, True])
 def test_rows_come_with_their_ids(tmp_path: Path, rows: object, tied: bool) -> None:
-    found = open_adapter(write(tmp_path, {KEY: TRAINED}, rows), projections(tied), 8)
+    # PEFT writes a tied head's with save_embedding_layers=True, and does not read them.
+    again = {HEAD_KEY: TRAINED + 1} if tied else {}
+    found = open_adapter(write(tmp_path, {KEY: TRAINED, **again}, rows), projections(tied), 8)
     stacks = list(found.stacks())[1:]
     assert [stack.projection for stack in stacks] == ([3, 4] if tied else [3])
     for stack in stacks:
