@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -120,7 +121,7 @@ def connected(port: int) -> socket.socket:
         try:
             return socket.create_connection(("127.0.0.1", port), timeout=PATIENCE)
         except ConnectionRefusedError:
-            continue  # it is starting
+            time.sleep(0.02)  # it is starting
 
 
 def said(port: int, words: bytes) -> bytes:
