@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.modeling import test_parity_activated as activated
+from tests.modeling import test_parity_experts as experts
 from tests.modeling import test_parity_scores as scores
 from tests.modeling.kinds import KINDS, MODELS, WHOLE_LINEARS, Model
 from tests.modeling.parity import BASE, WHOLE, Setting, World, compare
@@ -61,3 +62,22 @@ def test_activated(world: World, model: Model, ranks: int) -> None:
 def test_heads_of_classification(world: World, model: Model, ranks: int) -> None:
     """Alone, and in chunks beside generation."""
     scores.compare_heads(world, model, ranks)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("variant", ["phimoe", "deepseek_v2"])
+def test_experts(world: World, variant: str, ranks: int) -> None:
+    """Of more types than the suite has time for."""
+    compare(world, Setting("mixture", variant, ranks, experts.NAMES))
+
+
+@pytest.mark.parametrize("ranks", RANKS[1:])
+@pytest.mark.parametrize("variant", [*experts.VARIANTS, "phimoe", "deepseek_v2", "six_experts"])
+def test_whole_experts(world: World, variant: str, ranks: int) -> None:
+    names = [*experts.NAMES, *experts.MORE.get(variant, [])]
+    compare(world, Setting("mixture", variant, ranks, names, spread=True))
+
+
+def test_what_peft_converts_over_whole_experts(world: World) -> None:
+    names = [BASE, "trained", "modules", "joined", "shared"]
+    compare(world, Setting("converted", "qwen3_moe", 2, names, spread=True))
