@@ -28,6 +28,9 @@ _PINNED_BLOCKS = 6
 
 CPU = torch.device("cpu")
 
+Scratch = npt.NDArray[np.uint8]
+"""Memory that is used for one read after the other: new memory costs a fault for each page."""
+
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -74,20 +77,28 @@ class Stacks(NamedTuple):
     flat: list[Tensor]
 
 
-def read_stacks(file: RegularFile, stacks: Sequence[Sequence[Extent]]) -> Stacks:
-    """Read whole tensors into new memory; those of a stack have one type and shape.
+def read_stacks(
+    file: RegularFile, stacks: Sequence[Sequence[Extent]], scratch: Scratch | None = None
+) -> Stacks:
+    """Read whole tensors; those of a stack have one type and shape.
+
+    scratch: bytes that take them, if there are enough; None: new memory.
 
     What lies one after the other in the file is one call, however it is spread over the stacks: a
     thread waits for the interpreter after each call, and longest where many others read.
     """
     targets: list[tuple[int, memoryview]] = []
     found, flat = dict[int, Tensor](), list[Tensor]()
-    for dtype in {stack[0].dtype for stack in stacks}:
+    left = np.empty(0, np.uint8) if scratch is None else scratch
+    # Wide numbers first: so all begin at multiples of their size.
+    types = sorted({stack[0].dtype for stack in stacks}, key=lambda each: -each.itemsize)
+    for dtype in types:
         own = {i: stack for i, stack in enumerate(stacks) if stack[0].dtype is dtype}
         extents = [extent for stack in own.values() for extent in stack]
         ends = [*itertools.accumulate(extent.nbytes for extent in extents)]
-        # NumPy requests huge pages, as in `read_cut`.
-        memory = np.empty(ends[-1] // dtype.itemsize, f"i{dtype.itemsize}")
+        if ends[-1] > len(left):
+            left = np.empty(ends[-1], np.uint8)
+        memory, left = left[: ends[-1]].view(f"i{dtype.itemsize}"), left[ends[-1] :]
         flat.append(torch.from_numpy(memory).view(dtype))
         data = _as_bytes(memory)
         starts = zip(extents, itertools.pairwise((0, *ends)), strict=True)

@@ -20,7 +20,7 @@ from configs.reading import (
     RegularFile,
     safetensors_header_bytes,
 )
-from sharding.extents import CPU, Extent, Stacks, read_cut, read_stacks, read_whole
+from sharding.extents import CPU, Extent, Scratch, Stacks, read_cut, read_stacks, read_whole
 from sharding.slicing import Segments, whole
 
 WHOLE_BYTES = 2**25
@@ -163,11 +163,11 @@ class TensorFile:
         """Read tensors of one shape into new memory, [keys, *shape]."""
         return self.stacks([keys]).stacks[0]
 
-    def stacks(self, stacks: Sequence[Sequence[str]]) -> Stacks:
-        """Read stacks of tensors, each of one shape, together into new memory."""
+    def stacks(self, stacks: Sequence[Sequence[str]], scratch: Scratch | None = None) -> Stacks:
+        """Read stacks of tensors, each of one shape; scratch: as in `read_stacks`."""
         extents = [[self._extent(key) for key in keys] for keys in stacks]
         if all(len({(each.dtype, each.shape) for each in stack}) == 1 for stack in extents):
-            return read_stacks(self._file, extents)
+            return read_stacks(self._file, extents, scratch)
         found = [torch.stack([self.get_tensor(key) for key in keys]) for keys in stacks]
         return Stacks(found, found)
 

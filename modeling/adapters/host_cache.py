@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,6 +28,7 @@ from modeling.adapters.chunk_layout import ChunkLayout, RowRange, lay_out
 from modeling.adapters.host_pages import PAGE_ROWS, HostMatrix, HostPage, write_row
 from modeling.adapters.merge import OpenAdapter, open_fetched
 from modeling.adapters.output_rows import OutputRows, added_bias, output_rows
+from modeling.adapters.peft_adapter import PART_BYTES
 from modeling.adapters.pinned_pool import PinnedPool
 from modeling.adapters.projection import (
     BaseLinear,
@@ -40,6 +42,7 @@ from modeling.adapters.recipes import Recipes
 from modeling.adapters.row_norms import RowNorms, SummedRows
 from modeling.adapters.stacks import LoraStack
 from modeling.transfer import DeviceEvent, aligned
+from sharding.extents import Scratch
 from sources.files import fingerprint
 
 _SETTINGS = {
@@ -112,6 +115,7 @@ class HostAdapterCache:
         self._base_linears = base_linears
         self._norms = RowNorms(projections, base_linears)
         self._recipes = Recipes()
+        self._own = threading.local()
         self._projections = tuple(projections)
         self._size = size
         self._dtype = dtype
@@ -302,7 +306,7 @@ class HostAdapterCache:
         sums: SummedRows,
     ) -> None:
         """Read an adapter's modules into its pages, cut to this rank."""
-        for stack in adapter.stacks():
+        for stack in adapter.stacks(self._scratch()):
             own, behind = pages[stack.projection], output_rows[stack.projection]
             self._write_stack(stack, own, behind, sums)
         for matrix in adapter.read_matrices():
@@ -310,6 +314,14 @@ class HostAdapterCache:
             parts = torch.split(matrix.rows, self._projections[index].num_layers * PAGE_ROWS)
             for page, part in zip(pages[index], parts, strict=True):
                 page.a.write(matrix.first * PAGE_ROWS, part)
+
+    def _scratch(self) -> Scratch:
+        """Return this thread's memory for the factors that it reads."""
+        found: Scratch | None = getattr(self._own, "scratch", None)
+        if found is None or len(found) != PART_BYTES:
+            # NumPy requests huge pages; pages that are not used take no memory.
+            found = self._own.scratch = np.empty(PART_BYTES, np.uint8)
+        return found
 
     def _write_stack(
         self, stack: LoraStack, pages: Sequence[HostPage], behind: OutputRows, sums: SummedRows

@@ -41,6 +41,7 @@ from modeling.adapters.peft_tensors import check_finite
 from modeling.adapters.projection import BaseRows, ModulePosition, Projection
 from modeling.adapters.recipes import Recipes
 from modeling.adapters.stacks import LoraModule, LoraStack
+from sharding.extents import Scratch
 
 
 @dataclass(frozen=True)
@@ -102,8 +103,8 @@ class MergedAdapter:
         for stack in self.stacks():
             yield from stack.modules()
 
-    def stacks(self) -> Iterator[LoraStack]:
-        """Yield stacks of one module; each is merged by itself."""
+    def stacks(self, scratch: Scratch | None = None) -> Iterator[LoraStack]:
+        """Yield stacks of one module; each is merged by itself, in new memory."""
         for part in self.parts:
             with _named(part.name), reading():
                 part.adapter.ends.check_copies(part.adapter.file)

@@ -26,12 +26,12 @@ from modeling.adapters.peft_tokens import TokenTensor
 from modeling.adapters.peft_whole import WholeLinearTensors
 from modeling.adapters.projection import ModulePosition, Projection
 from modeling.adapters.stacks import LoraModule, LoraStack
-from sharding.extents import Stacks
+from sharding.extents import Scratch, Stacks
 from sharding.tensor_file import TensorFile
 
 PART_BYTES = 28 * 2**20
 """Most bytes of modules that are read and converted at a time, if one alone has not more: staging
-needs little memory beside the host tier, and few calls. It is less than what malloc keeps."""
+needs little memory beside the host tier, and few calls."""
 
 
 @dataclass(frozen=True)
@@ -107,15 +107,18 @@ class PeftAdapter:
         for stack in self.stacks():
             yield from stack.modules()
 
-    def stacks(self) -> Iterator[LoraStack]:
-        """Yield the modules in stacks, some layers after the other: one call serves many."""
+    def stacks(self, scratch: Scratch | None = None) -> Iterator[LoraStack]:
+        """Yield the modules in stacks, some layers after the other: one call serves many.
+
+        scratch: PART_BYTES for factors, which later stacks overwrite; None: new memory.
+        """
         with reading():
             self.ends.check_copies(self.file)
         for names in self._parts():
             kinds: dict[Hashable, list[str]] = {}
             for name in names:
                 kinds.setdefault(self._kind(name), []).append(name)
-            yield from self._stacks([*kinds.values()])
+            yield from self._stacks([*kinds.values()], scratch)
         for module, at in self.bare.items():
             yield self._zeros(module, at)
         for each in self.tokens:
@@ -171,12 +174,14 @@ class PeftAdapter:
         with reading():
             return list(part.stacks(self.file))
 
-    def _stacks(self, groups: Sequence[Sequence[str]]) -> Iterator[LoraStack]:
+    def _stacks(
+        self, groups: Sequence[Sequence[str]], scratch: Scratch | None
+    ) -> Iterator[LoraStack]:
         """Read groups of modules, each of one kind, and yield a stack of each."""
         # Keys of A, of B and of magnitudes, for each group.
         keys = [list(zip(*map(self._keys, names), strict=True)) for names in groups]
         with reading():
-            found = self.file.stacks([each for of_group in keys for each in of_group])
+            found = self.file.stacks([each for of_group in keys for each in of_group], scratch)
         _check_finite([key for of_group in keys for each in of_group for key in each], found)
         tensors = iter(found.stacks)
         for names, of_group in zip(groups, keys, strict=True):

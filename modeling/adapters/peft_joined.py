@@ -17,7 +17,7 @@ from modeling.adapters.peft_ends import PREFIX
 from modeling.adapters.peft_fused import FUSED
 from modeling.adapters.peft_tensors import check_file_rank, check_type
 from modeling.adapters.projection import ModulePosition, Projection, ProjectionKind
-from sharding.extents import Stacks
+from sharding.extents import Scratch, Stacks
 from sharding.tensor_file import TensorFile
 
 _A, _B = ".lora_A.weight", ".lora_B.weight"
@@ -107,10 +107,10 @@ class JoinedFile(TensorFile):
             first += rank
         return found
 
-    def stacks(self, stacks: Sequence[Sequence[str]]) -> Stacks:
+    def stacks(self, stacks: Sequence[Sequence[str]], scratch: Scratch | None = None) -> Stacks:
         """Read stacks of tensors, each of one shape."""
         if not any(key in self._joined for keys in stacks for key in keys):
-            return super().stacks(stacks)
+            return super().stacks(stacks, scratch)
         found = [torch.stack([self.get_tensor(key) for key in keys]) for keys in stacks]
         return Stacks(found, found)
 

@@ -2,6 +2,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -232,9 +233,9 @@ def test_what_is_dropped_while_it_is_read_is_not_kept(
     bank = make_bank()
     read = PeftAdapter.stacks
 
-    def drop_and_read(self: PeftAdapter) -> Iterator[LoraStack]:
+    def drop_and_read(self: PeftAdapter, *rest: Any) -> Iterator[LoraStack]:
         bank.drop(AdapterKey(1))
-        yield from read(self)
+        yield from read(self, *rest)
 
     folder = write_lora(tmp_path, factors(UP, [4, 4, 4]))
     with monkeypatch.context() as patch:
