@@ -85,7 +85,8 @@ class BiasTensors:
         Both are float32. Refuses values that are not finite.
         """
         added = None
-        if self.added:
+        # A module with a bias of the base model alone has no B.
+        if any(module in self.added for module in modules):
             parts = [_read(file, self.added[module]) for module in modules]
             added = torch.stack(parts) * torch.tensor(scales).unsqueeze(1)
         replaced = {

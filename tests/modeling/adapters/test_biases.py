@@ -38,6 +38,15 @@ def test_biases_come_with_the_factors(tmp_path: Path) -> None:
     }
 
 
+def test_a_module_without_factors_has_no_bias_of_b(tmp_path: Path) -> None:
+    other = "base_model.model.model.layers.1.up.base_layer.bias"
+    biases = {OF_B: torch.ones(10), other: torch.arange(10.0)}
+    folder = write(tmp_path, ADDED | {"bias": "all"}, **biases)
+    of_both, bare = open_adapter(folder, (replace(BIASED, num_layers=2),), 8).stacks()
+    assert of_both.biases is not None
+    assert bare.base_biases[0].tolist() == torch.arange(10.0).tolist()
+
+
 @pytest.mark.parametrize("fields", [ADDED, TRAINED, {"bias": "all"}])
 @pytest.mark.parametrize("found", [torch.ones(9), torch.full((10,), torch.inf)])
 def test_values_and_shapes_are_checked(
