@@ -33,7 +33,7 @@ ORIGINAL_SUFFIX = ".original_module.weight"
 """Of the base weight beside a whole one, where PEFT saves ends with all that their modules hold."""
 TWICE_SUFFIX = ".modules_to_save.weight"
 """Of the whole weight once more, there; PEFT does not read it."""
-COPIES = (WEIGHT_SUFFIX, TOKENS_COPY_SUFFIX, ORIGINAL_SUFFIX)
+COPIES = (TOKENS_COPY_SUFFIX, ORIGINAL_SUFFIX)
 COPY_ROWS = 4096
 """How many rows of a copy are compared at once."""
 
@@ -121,7 +121,7 @@ def find_ends(
     found = EndTensors()
     for path, rows in base.items():
         module = path.removesuffix(WEIGHT_SUFFIX)
-        names = [PREFIX + module + suffix for suffix in COPIES]
+        names = [PREFIX + path, *(PREFIX + module + suffix for suffix in COPIES)]
         found.copies.update({name: rows for name in names if name in keys})
     for end in ends:
         present = _weights(end, keys)
