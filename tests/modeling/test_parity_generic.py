@@ -9,6 +9,9 @@ from tests.checkpoints_generic import GENERIC, MIXTURES
 from tests.checkpoints_stacks import STACKS
 from tests.modeling.parity import BASE, Setting, World, compare, engine_config
 
+# PEFT looks for patterns of parameters among modules, and warns that it found none.
+pytestmark = pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")
+
 TOWERS = ("gemma3", "llava", "smolvlm")
 """Models whose adapters change what reads images too."""
 
