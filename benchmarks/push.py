@@ -1,10 +1,10 @@
 """How soon pushed weights are served: from the trainer's call to all ranks, and to a first token.
 
-    python -m benchmarks.push /tmp/push --shape llama-200m --rank 128
+    python -m benchmarks.push /tmp/push --shape llama-200m --rank 140
 
 Serves a model of the shape with random weights in this process, without Ray; another one pushes
 versions of one adapter in place, by a form and by shared memory in turn. llama3-8b needs a GPU; its
-adapters of rank 16 have 84 MB, as those of llama-200m of rank 128 have 80. With --url it pushes to
+adapters of rank 16 have 84 MB, as those of llama-200m of rank 140. With --url it pushes to
 a server that runs, which must serve this shape; --sleep has that one sleep and wake too.
 
 One JSON line: medians and worst, in milliseconds. `served`: until the push was answered, when every
