@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import transformers
 
+from modeling.adapters.projection import ProjectionKind
 from sharding.checkpoint import CheckpointError
 from tests.modeling.models.sweep_serving import PaddedServer, PagedServer, server
 from tests.modeling.models.sweep_truth import (
@@ -77,10 +78,11 @@ def sweep(root: Path, kind: str, variant: str = "plain", *, padded: bool = False
 
 def _judge(root: Path, model: Path, served: PagedServer | PaddedServer) -> Outcome:
     word = "padded" if isinstance(served, PaddedServer) else "paged"
-    maps = linears(model)  # Experts and routers are parameters: test_parity_experts has them.
-    paths = [name for p in served.projections if not p.kind.of_vocabulary
-             for layer in range(p.num_layers) for name in p.modules(layer)
-             if name in maps]  # fmt: skip
+    # Experts and routers are parameters: test_parity_experts has them.
+    routers = _names(served, lambda kind: kind is ProjectionKind.ROUTER)
+    maps = [name for name in linears(model) if name not in routers]
+    inside = _names(served, lambda kind: not kind.of_vocabulary)
+    paths = [name for name in inside if name in maps]
     targets = tuple(dict.fromkeys(path.rsplit(".", 1)[-1] for path in paths))
     left_out = sorted(set(maps) - set(paths))
     folders = [] if not paths else [
@@ -95,6 +97,14 @@ def _judge(root: Path, model: Path, served: PagedServer | PaddedServer) -> Outco
     wrong = max(found.values()) > TOLERANCE
     text = ", ".join(f"{way} {error:.2g}" for way, error in found.items())
     return Outcome("wrong" if wrong else "exact", f"{text}{note}", word, targets)
+
+
+def _names(
+    served: PagedServer | PaddedServer, wanted: Callable[[ProjectionKind], bool]
+) -> list[str]:
+    """The modules of projections of the kinds that are wanted."""
+    return [name for each in served.projections if wanted(each.kind)
+            for layer in range(each.num_layers) for name in each.modules(layer)]  # fmt: skip
 
 
 def _errors(
