@@ -1,12 +1,14 @@
 """What reading adapters costs the thread that launches steps beside it; needs no GPU.
 
     python -m benchmarks.staging --readers 4 --switch-ms 0.5
+    python -m benchmarks.staging --large --adapters 8
 
-Writes small adapters of Llama-3-8B's shape (r = 4, q and v), stages each once so that files and
-memory are warm, then stages all of them again on some threads while another thread makes 150 small
-torch calls every 5 ms, as a launch does. One JSON line: milliseconds of one staging alone, of all
-of them together, and of a launch alone and meanwhile. `--switch-ms`: how long a thread may keep the
-interpreter while others wait; Python's own is 5.
+Writes small adapters of Llama-3-8B's shape (r = 4, q and v; `--large`: r = 16 on all maps), stages
+each once so that files and memory are warm, then stages all of them again on some threads while
+another thread makes 150 small torch calls every 5 ms, as a launch does. One JSON line: milliseconds
+of one staging alone, by the clock and of CPU, of all of them together, and of a launch alone and
+meanwhile. `--switch-ms`: how long a thread may keep the interpreter while others wait; Python's own
+is 5.
 """
 
 import argparse
@@ -28,6 +30,7 @@ from modeling.adapters.bank import AdapterBank, BankSize
 from modeling.adapters.projection import Projection
 
 HOST_BYTES, CALLS, EVERY_S = 2**30, 150, 0.005
+LARGEST_RANK = 16
 
 
 def make_bank(shape: str) -> AdapterBank:
@@ -37,7 +40,7 @@ def make_bank(shape: str) -> AdapterBank:
         Projection(name, f"model.layers.{{layer}}.{name}", i, o, ((0, i),), ((0, o),), layers)
         for name, (i, o) in projection_sizes(shape).items()
     ]
-    size = BankSize(pages=1, slots=1, max_rank=8, host_bytes=HOST_BYTES)
+    size = BankSize(pages=2, slots=1, max_rank=LARGEST_RANK, host_bytes=HOST_BYTES)
     return AdapterBank(projections, size, torch.bfloat16, torch.device("cpu"))
 
 
@@ -65,20 +68,22 @@ class LaunchThread:
             self.took.append(time.perf_counter() - began)
 
 
-def measure(folder: Path, shape: str, count: int, readers: int) -> dict[str, float | None]:
+def measure(
+    folder: Path, shape: str, names: Sequence[str], readers: int
+) -> dict[str, float | None]:
     """Stage all alone, then side by side beside launches."""
-    bank = make_bank(shape)
-    names = [each.name for each in recipes(0, 0, count)]
+    bank, count = make_bank(shape), len(names)
     fetched = [
         FetchedAdapter(AdapterKey(i), name, str(folder / name), name)
         for i, name in enumerate(names)
     ]
-    alone = []
+    alone, computed = [], []
     for adapter in fetched * 2:
         bank.drop(adapter.key)
-        began = time.perf_counter()
+        began, cpu = time.perf_counter(), time.thread_time()
         bank.stage(adapter)
         alone.append(time.perf_counter() - began)
+        computed.append(time.thread_time() - cpu)
     for adapter in fetched:
         bank.drop(adapter.key)
     launcher = LaunchThread()
@@ -91,6 +96,7 @@ def measure(folder: Path, shape: str, count: int, readers: int) -> dict[str, flo
     launcher.stop()
     return {
         "one_alone_p50_ms": percentile(alone[count:], 0.5),
+        "one_alone_cpu_p50_ms": percentile(computed[count:], 0.5),
         "all_ms": round(together * 1e3, 2),
         "launch_alone_p50_ms": percentile(quiet, 0.5),
         "launch_meanwhile_p50_ms": percentile(launcher.took, 0.5),
@@ -104,10 +110,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     made.add_argument("--work", type=Path, default=Path("/tmp/loray-staging"))
     made.add_argument("--shape", choices=SHAPES, default="llama3-8b")
     made.add_argument("--adapters", type=int, default=40)
+    made.add_argument("--large", action="store_true")
     made.add_argument("--readers", type=int, default=4)
     made.add_argument("--switch-ms", type=float, default=SWITCH_INTERVAL_S * 1e3)
     parsed = made.parse_args(arguments)
-    write_adapters(parsed.work, parsed.shape, recipes(0, 0, parsed.adapters))
+    count = parsed.adapters
+    wanted = recipes(count, 0, 0, (LARGEST_RANK,)) if parsed.large else recipes(0, 0, count)
+    write_adapters(parsed.work, parsed.shape, wanted)
     torch.set_num_threads(1)
     sys.setswitchinterval(parsed.switch_ms / 1e3)
     settings = {
@@ -115,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "switch_ms": parsed.switch_ms,
         "adapters": parsed.adapters,
     }
-    row = measure(parsed.work, parsed.shape, parsed.adapters, parsed.readers)
+    row = measure(parsed.work, parsed.shape, [each.name for each in wanted], parsed.readers)
     print(json.dumps(settings | row))
 
 

@@ -186,8 +186,8 @@ class AdaptedNorms:
 
 def _call(method: WeakMethod[Callable[..., None]], *arguments: Any) -> None:
     found = method()
-    if found is not None:
-        found(*arguments)
+    assert found is not None, "a model is called after its runner has ended"
+    found(*arguments)
 
 
 def _first(output: Any) -> Tensor:

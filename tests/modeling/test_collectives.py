@@ -1,11 +1,14 @@
 """A step's collectives: the sums of its layers, the embedding's, the logits' gather, no other."""
 
 from collections import Counter
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 
 from configs.adapters import AdaptersConfig
+from configs.engine import EngineConfig
 from configs.wire.plan import RequestJoin, StepRow
 from configs.wire.sampling import Sampling
 from modeling.batch import ForwardBatch
@@ -75,20 +78,22 @@ def test_a_step_sums_and_gathers_no_more_than_it_must(
         assert found == [expected] * 6 + [nothing_sampled]
 
 
+def mixed_step(config: EngineConfig, adapter: Path, ranks: TensorParallel) -> Counter[str]:
+    """The collectives of a step with a row of the adapter and one of the base model."""
+    group = CountedRanks(ranks)
+    runner = load_paged(config, group, torch.device("cpu")).allocate()
+    place_all(runner, [adapter])
+    rows = [StepRow(i, 0, 4, [2 * i], True) for i in range(2)]
+    return counted(group, runner, ForwardBatch(joins([0, -1], Sampling()), rows))
+
+
 def test_adapters_of_the_vocabulary_add_none(world: World) -> None:
     model = world.model("vocabulary", "gqa")
     adapter = world.adapter("vocabulary", "gqa", "everything")
     assert adapter is not None
     config = engine_config(model, adapters=AdaptersConfig(vocabulary=True, device_pages=40))
-
-    def on_rank(ranks: TensorParallel) -> Counter[str]:
-        group = CountedRanks(ranks)
-        runner = load_paged(config, group, torch.device("cpu")).allocate()
-        place_all(runner, [adapter])
-        rows = [StepRow(i, 0, 4, [2 * i], True) for i in range(2)]
-        return counted(group, runner, ForwardBatch(joins([0, -1], Sampling()), rows))
-
-    assert run_ranks(2, on_rank) == [Counter(sum=1 + 2 * LAYERS, gather=1)] * 2
+    found = run_ranks(2, partial(mixed_step, config, adapter))
+    assert found == [Counter(sum=1 + 2 * LAYERS, gather=1)] * 2
 
 
 @pytest.mark.parametrize("spread", [False, True])
@@ -97,12 +102,5 @@ def test_whole_experts_are_summed_as_their_parts_are(world: World, spread: bool)
     adapter = world.adapter("mixture", "qwen3_moe", "parameters")
     assert adapter is not None
     config = engine_config(model, expert_parallel=spread)
-
-    def on_rank(ranks: TensorParallel) -> Counter[str]:
-        group = CountedRanks(ranks)
-        runner = load_paged(config, group, torch.device("cpu")).allocate()
-        place_all(runner, [adapter])
-        rows = [StepRow(i, 0, 4, [2 * i], True) for i in range(2)]
-        return counted(group, runner, ForwardBatch(joins([0, -1], Sampling()), rows))
-
-    assert run_in_memory(2, on_rank) == [Counter(sum=1 + 2 * LAYERS, gather=1)] * 2
+    found = run_in_memory(2, partial(mixed_step, config, adapter))
+    assert found == [Counter(sum=1 + 2 * LAYERS, gather=1)] * 2
