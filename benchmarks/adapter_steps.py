@@ -13,11 +13,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
+from benchmarks.stored import STORED, mark_stored
 from benchmarks.workload import SHAPES, write_adapter, write_model
 from configs.adapters import AdaptersConfig
 from configs.engine import CacheConfig, Device, EngineConfig, LimitsConfig
@@ -83,32 +83,13 @@ def write_kind(folder: Path, shape: str, kind: str, targets: Sequence[str] = TAR
     config.write_text(json.dumps(fields))
 
 
-STORED: dict[str, dict[str, Any]] = {
-    "fp8-blocks": {
-        "quant_method": "fp8",
-        "weight_block_size": [128, 128],
-        "activation_scheme": "dynamic",
-    },
-    "gptq": {
-        "quant_method": "gptq",
-        "bits": 4,
-        "group_size": 128,
-        "desc_act": False,
-        "sym": True,
-    },
-}
-"""What config.json says of quantised weights; fp8 is made at load."""
-
-
 def make_runner(
     folder: Path, shape: str, rows: int, adapters: int, vocabulary: bool, weights: str = "bfloat16"
 ) -> ModelRunner:
     """Return a runner with random weights, and with room for so many rows and adapters."""
     write_model(folder, shape)
     if weights in STORED:
-        path = folder / "config.json"
-        fields = json.loads(path.read_text()) | {"quantization_config": STORED[weights]}
-        path.write_text(json.dumps(fields))
+        mark_stored(folder, weights)
     quantize = Quantize.FP8 if weights == "fp8" else Quantize.NONE
     pages = -(-(RANK + 2) // 8)
     config = EngineConfig(

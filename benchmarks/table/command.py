@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
+from benchmarks.stored import STORED
 from benchmarks.table.chart import NothingToDraw, draw
 from benchmarks.table.groups import FULL, SMALL, RowGroup, groups
 from benchmarks.table.page import line_of, page
@@ -142,6 +143,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     made.add_argument("--dtype", choices=ITEM_BYTES, default="bfloat16")
     made.add_argument("--layers", type=int, help="of the checkpoint that `start` loads")
+    made.add_argument("--stored", choices=STORED, help="let random weights be quantised so")
     made.add_argument("--port", type=int, default=8000)
     made.add_argument("--set", action="append", metavar="KEY=VALUE", help="of our server's args")
     made.add_argument("--peer", help=f"{', '.join(PEERS)}, or a command; see docs/performance.md")

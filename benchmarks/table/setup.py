@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from benchmarks.loading import has_weights
+from benchmarks.stored import mark_stored
 from benchmarks.table.groups import BASE, PAGE_ROWS, Play, RowGroup, rank_rows, written
 from benchmarks.workload import (
     SHAPES,
@@ -72,6 +73,7 @@ class Setup:
 
     work: where models and adapters are written. layers: of the checkpoint that starts load.
     settings: "dotted.key=value" over the application's args.
+    stored: how checkpoints with random weights say that they are quantised; None: they are not.
     """
 
     work: Path
@@ -81,6 +83,7 @@ class Setup:
     layers: int | None = None
     port: int = 8000
     settings: tuple[str, ...] = ()
+    stored: str | None = None
 
     @property
     def url(self) -> str:
@@ -93,6 +96,12 @@ class Setup:
 
     def model_of(self, group: RowGroup) -> Path:
         """The folder of a group's model."""
+        if self.stored and not group.weights:
+            return self.work / f"{self.numbers_of(group).name}-{self.stored}"
+        return self.numbers_of(group)
+
+    def numbers_of(self, group: RowGroup) -> Path:
+        """The folder of a group's model as it is before it is quantised."""
         shape = self.shape_of(group)
         if group.weights:
             return self.work / f"{shape}-weights{f'-{self.layers}' if self.layers else ''}"
@@ -105,7 +114,8 @@ class Setup:
     def words(self, group: RowGroup) -> str:
         """What rows must share to be compared."""
         layers = [f"{self.layers} layers"] if group.weights and self.layers else []
-        return ", ".join([self.shape, self.dtype, self.device, *layers, *self.settings])
+        stored = [self.stored] if self.stored and not group.weights else []
+        return ", ".join([self.shape, self.dtype, self.device, *layers, *stored, *self.settings])
 
     def vocabulary_of(self, group: RowGroup) -> int:
         """Words that every prompt's tokens are drawn from."""
@@ -119,7 +129,7 @@ def write_files(setup: Setup, group: RowGroup, plays: Sequence[Play]) -> None:
     They may use the GPU for it and leave nothing on it. SetupError when the disk is too small.
     """
     wanted = written(plays)
-    shape, folder = setup.shape_of(group), setup.model_of(group)
+    shape, folder = setup.shape_of(group), setup.numbers_of(group)
     # A server wants its root of adapters to be there, for base rows too.
     setup.adapters_of(group).mkdir(parents=True, exist_ok=True)
     missing = missing_of(setup, group, wanted)
@@ -130,6 +140,10 @@ def write_files(setup: Setup, group: RowGroup, plays: Sequence[Play]) -> None:
     elif not is_model(folder, shape):
         spelled = ["--json"] if group.json else []
         _run(["benchmarks.workload", str(folder), "--shape", shape, "--adapters", "0", *spelled])
+    if setup.stored and folder != setup.model_of(group):
+        beside = shutil.ignore_patterns("adapters")
+        shutil.copytree(folder, setup.model_of(group), ignore=beside, dirs_exist_ok=True)
+        mark_stored(setup.model_of(group), setup.stored)
     if missing:
         made = [str(setup.work / shape), "--shape", shape]
         for letter, option in KIND_OPTIONS.items():
@@ -329,4 +343,5 @@ def setup_of(parsed: argparse.Namespace) -> Setup:
         layers=parsed.layers,
         port=parsed.port,
         settings=tuple(parsed.set or ()),
+        stored=parsed.stored,
     )

@@ -20,6 +20,7 @@ from benchmarks import local, workload
 from benchmarks.fairness import Terms
 from benchmarks.serving import Case, run
 from benchmarks.steps import cores, cpu_seconds, mean_loads, shares_of
+from benchmarks.stored import STORED
 from benchmarks.structured import Comparison
 from benchmarks.table.command import main
 from benchmarks.table.groups import SMALL, Fair, Open, Play, groups
@@ -157,6 +158,19 @@ def test_weights_are_written_by_a_process_of_its_own_and_only_once(work: Path) -
     assert json.loads((folder / "config.json").read_text())["num_hidden_layers"] == 2
     write_files(setup, group, group.plays)
     assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+
+
+def test_a_stored_form_stands_in_a_folder_of_its_own(work: Path) -> None:
+    group, plain = groups(SMALL)["one-gpu"], Setup(work, "tiny", "cpu", "float32")
+    stored = replace(plain, stored="gptq")
+    write_files(stored, group, ())
+    config, marked = (
+        json.loads((setup.model_of(group) / "config.json").read_text()) for setup in (plain, stored)
+    )
+    assert marked == config | {"quantization_config": STORED["gptq"]}
+    assert (stored.model_of(group) / "tokenizer.json").is_file()
+    assert stored.adapters_of(group) == plain.adapters_of(group)
+    assert stored.words(group) != plain.words(group)
 
 
 def _machine() -> Row:
