@@ -77,15 +77,15 @@ def test_float32_gives_the_oracles_tokens(world: World, variant: str, graphs: Cu
         assert (full_logprobs(answer) - truth.logprobs).abs().max() < 5e-4
 
 
-@pytest.mark.parametrize("variant", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
-def test_adapters_of_experts(world: World, variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("variant", sorted(experts.ON_GPUS))
+def test_adapters_of_experts(world: World, variant: str) -> None:
     """Steps with them are launched kernel by kernel, beside captured ones of others."""
-    monkeypatch.setattr(experts, "ON_GPUS", {variant})
     said = run(world, variant, DType.FLOAT32, CudaGraphs.ALL, ROUTED)
     for answer, truth in zip(*said, strict=True):
         assert answer.tokens == truth.tokens
         assert (full_logprobs(answer) - truth.logprobs).abs().max() < 5e-4
-    _come_near(*run(world, variant, DType.BFLOAT16, CudaGraphs.ALL, ROUTED))
+    if variant == "qwen3_moe":
+        _come_near(*run(world, variant, DType.BFLOAT16, CudaGraphs.ALL, ROUTED))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -39,7 +39,12 @@ from modeling.models.generic.step import CurrentStep
 from sharding.group import TensorParallel
 from sharding.slicing import spread_experts
 
-ON_GPUS = frozenset(("qwen3_moe",))
+ON_GPUS = frozenset(
+    (
+        "deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss", "granitemoe", "mixtral", "olmoe",
+        "phimoe", "qwen2_moe", "qwen3_moe",
+    )
+)  # fmt: skip
 """Types that take adapters of experts and routers on a GPU, where they were compared."""
 
 

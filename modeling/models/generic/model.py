@@ -50,6 +50,9 @@ from sharding.loader import Weights
 
 logger = logging.getLogger("loray.modeling")
 
+ANGLES_ON_HOST = frozenset(("phimoe",))
+"""Types of which transformers computes rotary frequencies on the host in each step."""
+
 PROBE = (1, 2, 3, 4, 5, 6, 7)
 """Tokens of the forward that shows what each layer's attention is."""
 
@@ -88,7 +91,8 @@ class GenericForCausalLM(nn.Module):
         stacked = [each for each in self.causal.parameters() if each.dim() == 3]
         # torch's product of groups reads their sizes on the host, but for half precision.
         is_half = weights.dtype is not torch.float32
-        self.capturable = not stacked or (is_half and all(map(has_aligned_sides, stacked)))
+        has_form = not stacked or (is_half and all(map(has_aligned_sides, stacked)))
+        self.capturable = has_form and self.causal.config.model_type not in ANGLES_ON_HOST
         self.causal.requires_grad_(False).train(False)
         fuse(self.causal, self._step)
         self._decoder = cast(nn.Module, getattr(self.causal, prefix))

@@ -137,7 +137,7 @@ def test_every_kind_of_the_page_is_judged_as_it_says(
 def test_what_gpus_do_not_adapt_is_refused_where_the_config_names_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = write_generic(tmp_path / "model", "gpt_oss")
+    model = write_generic(tmp_path / "model", "dots1")
     config = LoraConfig(r=2, target_modules=[], target_parameters=["mlp.experts.down_proj"])
     folder = save(tmp_path / "adapter", model, config)
     said = printed(folder, model, capsys)
