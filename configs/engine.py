@@ -175,10 +175,12 @@ class SpeculationKind(StrEnum):
 
     PROMPT_LOOKUP: what followed the last three tokens where they occurred before, in the prompt
     or the answer.
+    MEDUSA: what heads beside the model's own make of its hidden states.
     """
 
     NONE = "none"
     PROMPT_LOOKUP = "prompt_lookup"
+    MEDUSA = "medusa"
 
 
 DRAFT_LENGTHS = (2, 4, 8)
@@ -190,9 +192,12 @@ class SpeculationConfig(Config):
 
     max_tokens: guessed tokens of a request in a step; fewer where that brings more tokens a second.
     max_running: nothing is guessed while more requests run.
+    model: the heads' folder or hub id; revision: its commit, branch or tag.
     """
 
     kind: SpeculationKind = SpeculationKind.NONE
+    model: str | None = None
+    revision: str | None = None
     max_tokens: PositiveInt = Field(default=8, le=64)
     max_running: PositiveInt = 32
 
@@ -200,6 +205,18 @@ class SpeculationConfig(Config):
     def most_tokens(self) -> int:
         """`max_tokens`; 0 where nothing is guessed."""
         return 0 if self.kind is SpeculationKind.NONE else self.max_tokens
+
+    @model_validator(mode="after")
+    def _heads_have_files(self) -> "SpeculationConfig":
+        is_medusa = self.kind is SpeculationKind.MEDUSA
+        if is_medusa != (self.model is not None):
+            raise ValueError(
+                "kind medusa needs the folder or hub id of its heads in speculation.model"
+                if is_medusa
+                else f"model names heads, which kind {self.kind.value} does not read: set kind to "
+                "medusa, or remove it"
+            )
+        return self
 
 
 class EngineConfig(Config):

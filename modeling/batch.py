@@ -12,10 +12,14 @@ from configs.wire.plan import PromptReport, RequestJoin, StepRow, TokenLogprobs
 
 @dataclass(frozen=True)
 class ForwardBatch:
-    """The rows of one step, in the order in which their tokens are returned."""
+    """The rows of one step, in the order in which their tokens are returned.
+
+    guesses: tokens that heads guess behind each row; 0: none.
+    """
 
     joins: list[RequestJoin]
     rows: list[StepRow]
+    guesses: int = 0
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,7 @@ class SampledTokens:
     idle_seconds: float | None = None
     captured: bool = False
     faults: list[tuple[int, str]] | None = None
+    guesses: list[list[int]] | None = None
 
 
 @dataclass(frozen=True)

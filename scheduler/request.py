@@ -71,6 +71,9 @@ class Request:
     waiting_for_matcher: it waits outside its queue until the ranks have prepared the matcher.
     discards_samples: what plans in flight still sample for it is dropped (matchers.py).
     drafter: finds its drafts. drafts: that of its last row, while a plan in flight checks it.
+    has_heads: whether the ranks have heads that guess its tokens, as far as is known.
+    is_guessed: whether its last row that samples brings guesses of heads.
+    guesses: what heads guessed behind its last token; () while that is in flight.
     skipped: the indices of generated tokens that came as a draft's, behind another of their step.
     """
 
@@ -116,6 +119,9 @@ class Request:
     discards_samples: bool = field(default=False, init=False)
     drafter: Drafter = field(default_factory=Drafter, init=False)
     drafts: tuple[int, ...] = field(default=(), init=False)
+    has_heads: bool = field(default=True, init=False)
+    is_guessed: bool = field(default=False, init=False)
+    guesses: tuple[int, ...] = field(default=(), init=False)
     skipped: list[int] = field(default_factory=list, init=False)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list, init=False)
     embedding: bytes = field(default=b"", init=False)
@@ -246,7 +252,7 @@ class Request:
         """Start anew with the known tokens, which the next RequestJoin sends to the ranks."""
         self.status = Status.WAITING
         self.computed = self.scheduled = self.pending = self.in_flight = self.registered = 0
-        self.covered, self.batch_slot, self.drafts = 0, -1, ()
+        self.covered, self.batch_slot, self.drafts, self.guesses = 0, -1, (), ()
         self.tables, self.freed = [], []
         self.discards_samples = False
 

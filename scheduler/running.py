@@ -7,13 +7,13 @@ them was applied, so the request that needs the block may have to pause until th
 
 from configs.rope_sets import SHORT
 from configs.wire.adapters import AdapterKey
-from configs.wire.plan import Capacity, StepRow
+from configs.wire.plan import Capacity, StepResult, StepRow
 from configs.wire.sampling import FinishReason
 from scheduler.admission.limits import Limits
 from scheduler.kv.prefix_cache import CachedPrefix
 from scheduler.kv.tables import KvTables
 from scheduler.request import Request, Status
-from scheduler.speculation import Drafting, Drafts, right_samples
+from scheduler.speculation import Drafting, Drafts, right_samples, take_guesses
 from scheduler.step import StepBuilder
 from scheduler.step_costs import StepCosts
 
@@ -48,7 +48,7 @@ class RunningRequests:
         self._free_batch_slots = list(range(num_batch_slots - 1, -1, -1))
         self._chunked = capacity.chunked
         self._drafts = capacity.drafts
-        self._drafting = Drafting(capacity.constrained_drafts)
+        self._drafting = Drafting(capacity.constrained_drafts, capacity.draft_heads)
         self._rope = capacity.rope_sets
         self._kv = KvTables(capacity, prefix_caching and capacity.prefix_caching, ahead)
         self.prefix = self._kv.prefix
@@ -205,10 +205,12 @@ class RunningRequests:
         freed, self._freed = self._freed, []
         return freed
 
-    def learn(self, step: StepBuilder, now: float) -> None:
-        """Learn what steps take from one that was applied at `now`, in seconds."""
+    def learn(self, step: StepBuilder, result: StepResult, now: float) -> None:
+        """Learn from a step that was applied at `now`, in seconds: what it took and guessed."""
         self.costs.applied(step, now)
         self._drafting.costs.applied(step, now)
+        if result.guesses is not None:
+            take_guesses(step, result.guesses)
 
     def mark_computed(self, request: Request, end: int) -> None:
         """Positions below `end` were computed: blocks that no later one needs are freed."""

@@ -126,7 +126,6 @@ class Scheduler:
         assert step.number == plan.step == result.step, (step.number, plan.step, result.step)
         events: list[RequestEvent] = []
         next_token, num_requests = 0, len(self._requests)
-        self._running.learn(step, now)
         running, draining = self._running, self._running.draining
         for report in result.reports or ():
             step.requests[report.row].add_prompt_report(report)
@@ -148,6 +147,7 @@ class Scheduler:
                 running.finish_draining(request)
                 self._requeue_freed()
         assert next_token == len(result.tokens), (next_token, len(result.tokens))
+        running.learn(step, result, now)
         self._residency.applied(step)
         if num_ended := num_requests - len(self._requests):
             self._drain_rate.record(num_ended, now)

@@ -6,9 +6,12 @@ ends, if it will probably be right. Otherwise its request waits. Where a draft w
 flight behind it are void. Their keys and values, and those of wrong tokens, are overwritten by the
 request's next row, and no block with them is in the prefix cache: that takes blocks of known
 tokens alone.
+
+Drafts are looked up in the text, or heads guess them on the ranks: a step then brings, with its
+samples, guesses of what follows them. A request that has heads waits for them while drafts pay.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from configs.engine import DRAFT_LENGTHS
@@ -36,26 +39,40 @@ MARGIN = 1.1
 class Drafting:
     """Decides step by step whether drafts pay, and how long they are."""
 
-    def __init__(self, constrained: bool = True) -> None:
-        """constrained: whether rows of requests with a constraint may have drafts."""
+    def __init__(self, constrained: bool = True, heads: int | None = None) -> None:
+        """constrained: whether rows of requests with a constraint may have drafts.
+
+        heads: how many tokens heads guess; None: drafts are looked up in the text.
+        """
         self.costs = DraftCosts()
         self._constrained = constrained
+        self._heads = heads
 
     def plan(self, requests: Sequence[Request], step: StepBuilder, limits: Limits) -> Drafts:
         """Return the drafts behind the next tokens of running requests; most have none."""
+        most = min(limits.max_draft_tokens, self._heads or limits.max_draft_tokens)
+        if self._heads and len(requests) <= limits.max_drafting:
+            step.guesses = most
         waiting = [request for request in requests if _waits(request)]
         if len(waiting) * HOLD >= len(requests):
-            return dict.fromkeys((request.serial for request in requests), None)
-        drafts: Drafts = dict.fromkeys((request.serial for request in waiting), None)
+            return _none_of(requests)
+        drafts = _none_of(waiting)
         ready = [request for request in requests if request.serial not in drafts]
         may = [request for request in ready if self._may_draft(request)]
         if len(requests) > limits.max_drafting or not may or self.costs.lacks_plain(len(ready)):
+            step.guesses = 0
             return drafts
-        most = limits.max_draft_tokens
-        # Texts are searched only if that could pay.
+        # Texts are searched, and guesses waited for, only if that could pay.
         if not self._length(len(ready), [(each.drafter, most) for each in may], most):
+            step.guesses = 0
             return drafts
-        found = [(each, _found(each, most)) for each in may]
+        if self._heads:
+            late = [each for each in may if each.pending and each.is_guessed]
+            if (len(waiting) + len(late)) * HOLD >= len(requests):
+                return _none_of(requests)
+            drafts |= _none_of(late)
+            ready, may = ([r for r in some if r.serial not in drafts] for some in (ready, may))
+        found = [(each, self._found(each, most)) for each in may]
         length = self._length(len(ready), [(r.drafter, len(draft)) for r, draft in found], most)
         step.draft_length, budget = length, step.budget - len(ready)
         for request, draft in found:
@@ -72,7 +89,16 @@ class Drafting:
         followed = not request.sampling.constraint
         followed |= self._constrained and not request.own_matcher
         request.drafter.expect_again(request.total)
-        return unknown <= 1 and followed and room > 0
+        is_guessable = request.has_heads or self._heads is None
+        return unknown <= 1 and followed and room > 0 and is_guessable
+
+    def _found(self, request: Request, most: int) -> tuple[int, ...]:
+        """The draft behind a request's next token, as long as the answer at most."""
+        length = min(most, request.max_total - request.total - 1)
+        if self._heads:
+            return request.guesses[:length]
+        unknown = request.pending - len(request.drafts)
+        return request.drafter.find(request.tokens, length + unknown, request.drafts)[unknown:]
 
     def _length(self, rows: int, drafters: Sequence[tuple[Drafter, int]], most: int) -> int:
         """The length that brings most tokens a second; 0 if none does.
@@ -103,11 +129,18 @@ def _waits(request: Request) -> bool:
     return guessed > 0 and (unknown > 1 or request.drafter.chance**guessed < SURE)
 
 
-def _found(request: Request, most: int) -> tuple[int, ...]:
-    """The draft behind a request's next token, as long as the answer at most."""
-    unknown = request.pending - len(request.drafts)
-    length = min(most, request.max_total - request.total - 1)
-    return request.drafter.find(request.tokens, length + unknown, request.drafts)[unknown:]
+def _none_of(requests: Iterable[Request]) -> Drafts:
+    """These have no row in the step."""
+    return dict.fromkeys((request.serial for request in requests), None)
+
+
+def take_guesses(step: StepBuilder, guesses: Sequence[Sequence[int]]) -> None:
+    """Keep what heads guessed for the rows of a step that was applied."""
+    for request, row, found in zip(step.requests, step.rows, guesses, strict=True):
+        # A void row's guesses are of another text.
+        if row.samples and row.start < request.computed:
+            request.has_heads = bool(found)
+            request.guesses = () if request.pending else tuple(found)
 
 
 def right_samples(request: Request, row: StepRow, sampled: list[int]) -> list[int]:

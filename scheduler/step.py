@@ -16,6 +16,7 @@ class StepBuilder:
 
     budget: tokens that may still be added. tokens: those that were.
     draft_length: of drafts in this step, at most; 0 without any.
+    guesses: as in `StepPlan`.
     generating: tokens of rows that get a running request's next token, drafts counted.
     planned: when it was planned, in seconds.
     number: the plan's step once it is built.
@@ -28,6 +29,7 @@ class StepBuilder:
         self.planned = planned
         self.tokens = 0
         self.draft_length = 0
+        self.guesses = 0
         self.generating = 0
         self.number = -1
         self.joins: list[RequestJoin] = []
@@ -73,6 +75,7 @@ class StepBuilder:
         request.drafts = drafts
         if samples:
             request.pending = pending + 1
+            request.is_guessed, request.guesses = self.guesses > 0, ()
 
     def add_join(self, request: Request, slot: int) -> None:
         """Send the request's tokens to its batch slot. slot: its adapter's, -1 without one."""
@@ -103,4 +106,4 @@ class StepBuilder:
         """The plan to send, and the number under which its result is applied."""
         self.number = number
         drops = [resident.key for resident in self.dropped]
-        return StepPlan(epoch, number, self.joins, self.rows, self.loads, drops)
+        return StepPlan(epoch, number, self.joins, self.rows, self.loads, drops, self.guesses)

@@ -84,6 +84,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     """What every rank does in one step; the same bytes go to all of them.
 
     drops: adapters to delete from host memory (never one that a row uses).
+    guesses: tokens that heads guess behind each row's last right sample; 0: heads do nothing.
     """
 
     epoch: int
@@ -92,6 +93,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     rows: list[StepRow]
     loads: list[AdapterLoad]
     drops: list[AdapterKey]
+    guesses: int = 0
 
     @property
     def empty(self) -> bool:
@@ -133,6 +135,8 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     captured: whether the step replayed a CUDA graph.
     faults: (row, reason) for rows that cannot follow their constraints any further; their
     tokens have no meaning.
+    guesses: for each row, what heads guess behind its last right sample; [] for rows without heads
+    or samples. None where the plan wants none.
     """
 
     epoch: int
@@ -144,6 +148,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     idle_seconds: float | None = None
     captured: bool = False
     faults: list[tuple[int, str]] | None = None
+    guesses: list[list[int]] | None = None
 
 
 class Capacity(msgspec.Struct, frozen=True):
@@ -162,6 +167,7 @@ class Capacity(msgspec.Struct, frozen=True):
     rope_sets: set where rotary frequencies depend on a sequence's length; else None.
     kv_groups: all groups' blocks; empty: one group that needs its blocks to the end.
     drafts: whether rows may have drafts; constrained_drafts: also those under a constraint.
+    draft_heads: how many tokens heads of the ranks guess; None: drafts are looked up in the text.
     """
 
     num_blocks: int
@@ -178,6 +184,7 @@ class Capacity(msgspec.Struct, frozen=True):
     kv_groups: tuple[KvGroup, ...] = ()
     drafts: bool = True
     constrained_drafts: bool = True
+    draft_heads: int | None = None
 
     @property
     def groups(self) -> tuple[KvGroup, ...]:

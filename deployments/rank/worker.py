@@ -117,9 +117,8 @@ class Worker:
         for key in plan.drops:
             self._runner.drop(key)
             self._staging_order.dropped(key)
-        self._launched.put(
-            _Launched(plan, self._runner.step(ForwardBatch(plan.joins, plan.rows)), started)
-        )
+        batch = ForwardBatch(plan.joins, plan.rows, plan.guesses)
+        self._launched.put(_Launched(plan, self._runner.step(batch), started))
 
     def _record(self) -> None:
         """Record a graph here, as a step would be launched: all ranks take part in its sums."""
@@ -230,4 +229,5 @@ def step_result(plan: StepPlan, sampled: SampledTokens, seconds: float) -> StepR
         idle_seconds=sampled.idle_seconds,
         captured=sampled.captured,
         faults=sampled.faults,
+        guesses=sampled.guesses,
     )

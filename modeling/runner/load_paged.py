@@ -27,7 +27,7 @@ from modeling.runner.cuda_graphs import GraphParts
 from modeling.runner.fitting import smaller_form, weight_sizes
 from modeling.runner.forward import PagedForward
 from modeling.runner.input_batch import InputBatch
-from modeling.runner.loading import load_model, total_tokens
+from modeling.runner.loading import load_model, read_heads, total_tokens
 from modeling.runner.memory import (
     NoCacheRoomError,
     adapter_pages,
@@ -85,9 +85,7 @@ def load_paged(config: EngineConfig, group: TensorParallel, device: torch.device
             model.base_tensors(),
             base_linears(cast(nn.Module, model)),
         )
-        plan = None
-        if kernel.plan is not None and pages:
-            plan = kernel.plan(bank, config.limits.max_step_tokens)
+        plan = kernel.plan(bank, config.limits.max_step_tokens) if kernel.plan and pages else None
     return LoadedPaged(
         PagedParts(
             config=config,
@@ -107,6 +105,7 @@ def load_paged(config: EngineConfig, group: TensorParallel, device: torch.device
             attention=attention,
             adapter_plan=plan,
             norms=AdaptedNorms(bank, model.norms()),
+            heads=read_heads(config, model, group),
         )
     )
 
@@ -274,6 +273,7 @@ class LoadedPaged(LoadedRunner):
             rope_sets=parts.weights.architecture.rope_sets,
             kv_groups=parts.size.kv_groups,
             captured_rows=() if graphs.decode is None else graphs.decode.sizes,
+            draft_heads=None if parts.heads is None else parts.heads.count,
         )
 
 

@@ -22,6 +22,7 @@ from modeling.adapters.whole_linears import whole_projections
 from modeling.attention.kv_cache import FP8, CacheScales
 from modeling.attention.scales import stored_scales
 from modeling.models.base import PagedModel
+from modeling.models.medusa import MedusaHeads, load_heads
 from modeling.models.select import build_model
 from modeling.quantisation.formats import format_of_dummies, linear_format
 from modeling.runner.fitting import too_large
@@ -120,6 +121,17 @@ def load_model(config: EngineConfig, group: TensorParallel, device: torch.device
         bytes_by_form(cast(nn.Module, model)),
         scales,
     )
+
+
+def read_heads(
+    config: EngineConfig, model: PagedModel, group: TensorParallel
+) -> MedusaHeads | None:
+    """Return this rank's part of the heads that `config.speculation` names; None without."""
+    name = config.speculation.model
+    if name is None:
+        return None
+    wanted = {"id": name, "revision": config.speculation.revision}
+    return load_heads(fetch_model(config.model.model_copy(update=wanted)), model, group)
 
 
 def _spreads(config: EngineConfig, group: TensorParallel, device: torch.device) -> bool:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from configs.wire.plan import TokenLogprobs
 from configs.wire.sampling import Sampling
 from modeling.batch import SampledTokens, StepOutput
+from modeling.runner.guesses import GuessedRows
 from modeling.sampling.prompt_scores import PromptScoresOnDevice
 from modeling.sampling.sampler import LogprobTensors, SampledStep
 from modeling.transfer import HostCopy, StepStart
@@ -17,6 +18,7 @@ def step_output(
     start: StepStart | None = None,
     captured: bool = False,
     faults: list[tuple[int, str]] | None = None,
+    guessed: GuessedRows | None = None,
 ) -> StepOutput:
     """Start to copy a step's results to the host.
 
@@ -25,22 +27,26 @@ def step_output(
     start: when the step began on the device.
     captured: whether it was a replay.
     faults: rows where the matcher failed.
+    guessed: what heads guess; None where the step wants none.
     """
     tensors = [sampled.tokens]
     if sampled.logprobs is not None:
         found = sampled.logprobs
         tensors += [found.logprob, found.top_ids, found.top_logprobs]
-    copy = HostCopy(tensors + (scores.tensors if scores is not None else []))
+    others = scores.tensors if scores is not None else []
+    copy = HostCopy(tensors + others + ([guessed.tokens] if guessed is not None else []))
     if start is not None:
         start.clock.end(copy.event)
 
     def wait() -> SampledTokens:
         copied = copy.wait()
         tokens, *logprobs = copied[: len(tensors)]
-        prompts = scores.reports(copied[len(tensors) :]) if scores is not None else None
+        own = copied[len(tensors) : len(tensors) + len(others)]
+        prompts = scores.reports(own) if scores is not None else None
+        guesses = guessed.by_row(copied[-1]) if guessed is not None else None
         rows = _rows(LogprobTensors(*logprobs), sampling) if logprobs else None
         idle = start.idle_seconds() if start is not None else None
-        return SampledTokens(tokens.tolist(), rows, prompts, idle, captured, faults)
+        return SampledTokens(tokens.tolist(), rows, prompts, idle, captured, faults, guesses)
 
     return StepOutput(wait)
 

@@ -22,10 +22,12 @@ from modeling.attention.base import AttentionBackend
 from modeling.attention.clamping import ClampWatch
 from modeling.attention.kv_layout import KvLayout
 from modeling.batch import ForwardBatch, StepOutput
+from modeling.models.medusa import MedusaHeads
 from modeling.runner.block_tables import Ints
 from modeling.runner.cache import Choices
 from modeling.runner.captures import StepGraphs
 from modeling.runner.forward import PagedForward, StepPlans, prepare
+from modeling.runner.guesses import GuessedRows, guess
 from modeling.runner.input_batch import InputBatch, StepInputs, StepLayout
 from modeling.runner.loading import LoadedModel
 from modeling.runner.outputs import step_output
@@ -47,6 +49,7 @@ class PagedParts(RunnerParts):
     attention: the backends that read the cache.
     adapter_plan: the captured steps' adapters; None where the kernel cannot be captured.
     norms: the model's, with those of adapters.
+    heads: guess tokens; None without.
     """
 
     weights: LoadedModel
@@ -54,6 +57,7 @@ class PagedParts(RunnerParts):
     attention: Choices
     adapter_plan: AdapterStepPlan | None
     norms: AdaptedNorms
+    heads: MedusaHeads | None = None
 
     @property
     def backends(self) -> tuple[AttentionBackend, ...]:
@@ -124,13 +128,17 @@ class ModelRunner(BaseRunner):
             # No adapter that this step reads is overwritten before the device is past the step.
             with self._bank.in_use(layout.adapter_slots):
                 before = self.num_captured
-                sampled, scores = None if layout.prompt_rows else self._replay(layout), None
+                guessing = bool(batch.guesses and layout.targets.size and self._parts.heads)
+                is_launched = bool(layout.prompt_rows) or guessing
+                sampled, scores = None if is_launched else self._replay(layout), None
+                hidden = None
                 if sampled is None:
-                    sampled, scores = self._compute(layout)
+                    sampled, scores, hidden = self._compute(layout, guessing)
+                guessed = self._guess(batch, layout, hidden, sampled)
             captured = self.num_captured > before
             self._clamp_watch.stepped()
             faults = self._grammars.take_faults([row.batch_slot for row in batch.rows])
-            return step_output(sampled, layout.sampling, scores, start, captured, faults)
+            return step_output(sampled, layout.sampling, scores, start, captured, faults, guessed)
 
     @property
     def num_unrecorded(self) -> int:
@@ -166,10 +174,13 @@ class ModelRunner(BaseRunner):
         self._input_batch.sampled(layout, output.targets, sampled.tokens)
         return sampled
 
-    def _compute(self, layout: StepLayout) -> tuple[SampledStep, PromptScoresOnDevice | None]:
+    def _compute(
+        self, layout: StepLayout, guessing: bool
+    ) -> tuple[SampledStep, PromptScoresOnDevice | None, Tensor | None]:
         """Run a step launch by launch, or in graph pieces with launches between them.
 
-        The head reads single tokens, or whole prompts in slices.
+        The head reads single tokens, or whole prompts in slices. Returns also what the head reads
+        for the step's samples, if heads guess behind them.
         """
         inputs = self._input_batch.inputs(layout)
         attention = prepare(self._backends, inputs)
@@ -177,17 +188,27 @@ class ModelRunner(BaseRunner):
         if hidden is None:
             adapters = self._with_vocabulary(self._adapters(inputs), layout)
             with self._norms.using(layout.adapter_slots, layout.adapter_lengths):
-                if inputs.sampling and not layout.prompt_rows:
+                if inputs.sampling and not layout.prompt_rows and not guessing:
                     logits = self._forward.logits(inputs, attention, adapters)
-                    return self._sample(layout, inputs, logits), None
+                    return self._sample(layout, inputs, logits), None, None
                 hidden = self._forward.hidden(inputs, attention, adapters)
         head, scores = partial(self._head, layout), None
         if layout.prompt_rows:
             scores = self._prompts.read(layout.prompt_rows, hidden, self._input_batch.tokens, head)
         if not inputs.sampling:
-            return no_rows(self._device), scores
-        logits = head(hidden[inputs.last_tokens], layout.last_tokens)
-        return self._sample(layout, inputs, logits), scores
+            return no_rows(self._device), scores, None
+        hidden = hidden[inputs.last_tokens]
+        logits = head(hidden, layout.last_tokens)
+        return self._sample(layout, inputs, logits), scores, hidden
+
+    def _guess(
+        self, batch: ForwardBatch, layout: StepLayout, hidden: Tensor | None, sampled: SampledStep
+    ) -> GuessedRows | None:
+        """Guess behind the step's samples; hidden: what the head read for them."""
+        heads = self._parts.heads
+        if heads is None or hidden is None or not batch.guesses:
+            return None
+        return guess(heads, batch.guesses, batch.rows, layout, hidden, sampled.tokens)
 
     def _replay_piecewise(self, inputs: StepInputs, attention: StepPlans) -> Tensor | None:
         """Return the hidden states of a step in graph pieces; None when none serve this step."""

@@ -18,6 +18,7 @@ class RunnerReport:
     paged: whether prompts may be cut into chunks, and sequences may share cached blocks.
     weight_forms: the bytes of weights in each form.
     captured_rows: the sizes of captured decode steps.
+    draft_heads: how many tokens heads guess; None where drafts are not those of heads.
     """
 
     num_blocks: int
@@ -44,3 +45,4 @@ class RunnerReport:
     pool_pages: tuple[int, ...] = ()
     rope_sets: RopeSets | None = None
     kv_groups: tuple[KvGroup, ...] = ()
+    draft_heads: int | None = None

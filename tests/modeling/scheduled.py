@@ -115,7 +115,8 @@ class Ranks:
             self.runner.load_adapter(fill.key, fill.slot, fill.pages)
         for key in plan.drops:
             self.runner.drop(key)
-        self._flying.append((plan, self.runner.step(ForwardBatch(plan.joins, plan.rows))))
+        batch = ForwardBatch(plan.joins, plan.rows, plan.guesses)
+        self._flying.append((plan, self.runner.step(batch)))
         for fill in plan.loads:
             self.scheduler.handle_adapter_event(AdapterLoaded(fill.key))
 

@@ -4,6 +4,8 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
+from hypothesis.strategies import sampled_from
+from msgspec.structs import replace as with_fields
 
 from configs.wire.plan import Capacity, StepPlan, StepResult, StepRow
 from configs.wire.sampling import FinishReason, Sampling, Stopping
@@ -29,10 +31,11 @@ PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3]
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
-@given(stories())
-def test_every_story_ends_well_with_drafts(story: Story) -> None:
+@given(stories(), sampled_from([None, 3]))
+def test_every_story_ends_well_with_drafts(story: Story, heads: int | None) -> None:
     """Most tokens are fours, so that drafts are found early, and many of them are right."""
     limits = replace(story.limits, max_draft_tokens=4, max_drafting=6)
+    story = replace(story, capacity=with_fields(story.capacity, draft_heads=heads))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("scheduler.drafts.MATCH", 1)
         patch.setattr(speculation, "MARGIN", 0.0)

@@ -1,6 +1,7 @@
 """What `/info` says of a start."""
 
 import pytest
+from msgspec.structs import replace
 
 from configs.engine import SpeculationConfig, SpeculationKind
 from configs.wire.plan import Capacity
@@ -8,21 +9,33 @@ from deployments.driver.description import startup_info
 from deployments.rank.messages import LoadReport
 
 LOOKUP = SpeculationConfig(kind=SpeculationKind.PROMPT_LOOKUP)
+MEDUSA = SpeculationConfig(kind=SpeculationKind.MEDUSA, model="heads")
 
 
 @pytest.mark.parametrize(
-    ("config", "drafts", "constrained_drafts", "expected"),
+    ("config", "drafts", "constrained_drafts", "heads", "expected"),
     [
-        (SpeculationConfig(), True, True, "none"),
-        (LOOKUP, False, True, "none: prompt_lookup needs a paged model"),
-        (LOOKUP, True, True, "prompt_lookup, up to 8 tokens"),
-        (LOOKUP, True, False, "prompt_lookup, up to 8 tokens; none under schemas and grammars"),
+        (SpeculationConfig(), True, True, None, "none"),
+        (LOOKUP, False, True, None, "none: prompt_lookup needs a paged model"),
+        (LOOKUP, True, True, None, "prompt_lookup, up to 8 tokens"),
+        (
+            *(LOOKUP, True, False, None),
+            "prompt_lookup, up to 8 tokens; none under schemas and grammars",
+        ),
+        (MEDUSA, True, True, 3, "medusa, up to 3 tokens"),
+        (MEDUSA, False, True, None, "none: medusa needs a paged model"),
+        (MEDUSA, False, False, 3, "none: medusa runs on CPUs alone"),
     ],
 )
 def test_what_guesses_tokens(
-    config: SpeculationConfig, drafts: bool, constrained_drafts: bool, expected: str
+    config: SpeculationConfig,
+    drafts: bool,
+    constrained_drafts: bool,
+    heads: int | None,
+    expected: str,
 ) -> None:
     capacity = Capacity(9, 4, (), 0, 1, 0, 99, drafts=drafts, constrained_drafts=constrained_drafts)
+    capacity = replace(capacity, draft_heads=heads)
     report = LoadReport(
         rank=0,
         pid=0,

@@ -1,0 +1,43 @@
+"""Medusa heads, as their folder's config.json describes them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from configs.architectures.base import ArchitectureError
+from configs.base import Config
+from configs.reading import read_text
+
+CONFIG_NAME = "config.json"
+MOST_HEADS = 64
+_MAX_CONFIG_BYTES = 1 << 20
+
+
+class MedusaArchitecture(Config):
+    """num_heads: tokens that are guessed. num_layers: residual blocks of a head."""
+
+    num_heads: int
+    num_layers: int
+
+
+def load_medusa(folder: Path) -> MedusaArchitecture:
+    """Read `folder`/config.json; ArchitectureError says what is missing or not supported."""
+    path = folder / CONFIG_NAME
+    try:
+        config = json.loads(read_text(path, _MAX_CONFIG_BYTES))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ArchitectureError(f"{path} cannot be read: {error}") from error
+    return parse_medusa(config, str(path))
+
+
+def parse_medusa(config: Any, where: str) -> MedusaArchitecture:
+    """Check a config of Medusa heads; where: its file, for messages."""
+    if not isinstance(config, dict) or "medusa_num_heads" not in config:
+        raise ArchitectureError(f"{where} has no medusa_num_heads: it describes no Medusa heads")
+    counts = []
+    for key, most in (("medusa_num_heads", MOST_HEADS), ("medusa_num_layers", MOST_HEADS)):
+        value = config.get(key, 1)
+        if type(value) is not int or not 1 <= value <= most:
+            raise ArchitectureError(f"{where}: {key} is {value!r}, it must be from 1 to {most}")
+        counts.append(value)
+    return MedusaArchitecture(num_heads=counts[0], num_layers=counts[1])

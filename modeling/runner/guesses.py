@@ -1,0 +1,85 @@
+"""What heads guess behind a step's samples, from the hidden states that those were sampled from.
+
+A row with a draft has several samples; heads guess behind the last right one, which only the device
+knows when the step is launched.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from configs.wire.plan import StepRow
+from configs.wire.sampling import Sampling
+from modeling.models.medusa import MedusaHeads
+from modeling.runner.block_tables import Ints
+from modeling.runner.input_batch import StepLayout
+from modeling.sampling.noise import noise_keys
+from modeling.sampling.sampler import sample_tokens
+from modeling.sampling.tensors import SamplingTensors, sampling_tensors
+from modeling.transfer import pack_to_device
+
+
+@dataclass(frozen=True)
+class GuessedRows:
+    """What heads guess: int64 [m, count] for m rows that sample. rows: whether each row does."""
+
+    tokens: Tensor
+    rows: Sequence[bool]
+
+    def by_row(self, copied: Tensor) -> list[list[int]]:
+        """Return each row's guesses, [] for rows that do not sample; copied: `tokens`."""
+        found = iter(copied.tolist())
+        return [next(found) if samples else [] for samples in self.rows]
+
+
+def guess(
+    heads: MedusaHeads,
+    count: int,
+    rows: Sequence[StepRow],
+    layout: StepLayout,
+    hidden: Tensor,
+    sampled: Tensor,
+) -> GuessedRows:
+    """Guess up to `count` tokens behind each row's last right sample.
+
+    hidden: [s, width], from which the step's s tokens were `sampled`, int64 [s]. Noise is that with
+    which the model will sample these positions.
+    """
+    sampling = [row for row in rows if row.num_samples]
+    firsts, drafts = _drafts(sampling)
+    keys = _keys(layout.sampling, layout.sample_positions, heads.count)
+    device = hidden.device
+    first, draft, key = pack_to_device([firsts, drafts, keys], device)
+    last = first
+    if draft.shape[1]:
+        behind = first.unsqueeze(1) + torch.arange(draft.shape[1], device=device)
+        right = sampled[behind.clamp(max=len(sampled) - 1)] == draft
+        last = first + right.cumprod(1).sum(1)
+    logits = heads.logits(heads.states(hidden[last]))[:, :count]
+    params = [layout.sampling[at] for at in firsts for _ in range(logits.shape[1])]
+    random = sampling_tensors(params, [0] * len(params), device).random
+    if random is not None:
+        own = key[last, : logits.shape[1]].flatten(0, 1)
+        random = replace(random, keys=own[random.rows])
+    found = sample_tokens(logits.flatten(0, 1), SamplingTensors(random, -1)).tokens
+    return GuessedRows(found.view(logits.shape[:2]), [row.num_samples > 0 for row in rows])
+
+
+def _drafts(rows: Sequence[StepRow]) -> tuple[Ints, Ints]:
+    """Return each row's first sample and its draft, [m] and [m, longest]; -1 behind its end."""
+    counts = np.array([row.num_samples for row in rows], dtype=np.int64)
+    longest = max((len(row.drafts) for row in rows), default=0)
+    drafts = np.full((len(rows), longest), -1, dtype=np.int64)
+    for own, row in zip(drafts, rows, strict=True):
+        own[: len(row.drafts)] = row.drafts
+    return counts.cumsum() - counts, drafts
+
+
+def _keys(params: Sequence[Sampling], positions: Sequence[int], count: int) -> np.ndarray:
+    """Return the noise keys of `count` positions behind each sample's, int32 [s, count, 2]."""
+    seeds = np.array([each.seed for each in params], dtype=np.uint64).repeat(count)
+    at = np.add.outer(np.array(positions, dtype=np.int64), np.arange(1, count + 1)).ravel()
+    return noise_keys(seeds, at).reshape(-1, count, 2)

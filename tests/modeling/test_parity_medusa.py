@@ -1,0 +1,246 @@
+"""Medusa heads guess what a plain reimplementation guesses, and change no token."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from configs.architectures.base import ArchitectureError
+from configs.engine import EngineConfig, SpeculationConfig, SpeculationKind
+from configs.wire.plan import StepPlan
+from configs.wire.sampling import Sampling
+from deployments.rank.host import capacity_of
+from modeling.models.medusa import MedusaHeads
+from modeling.runner.load_paged import load_paged
+from modeling.runner.paged import ModelRunner
+from modeling.sampling.sampler import sample_tokens
+from modeling.sampling.tensors import sampling_tensors
+from scheduler import speculation
+from sharding.checkpoint import CheckpointError
+from sharding.group import SingleRank, TensorParallel
+from tests import medusa
+from tests.checkpoints import LLAMA, load_oracle
+from tests.modeling.parity import FAMILIES, World, engine_config
+from tests.modeling.scheduled import Ranks, generate_scheduled
+from tests.modeling.stepping import Answer
+from tests.modeling.test_parity_speculation import NUM_TOKENS, REQUESTS
+from tests.oracle import final_states
+from tests.ranks import run_in_memory, run_ranks
+
+NUM_HEADS = 4
+VOCAB, WIDTH = LLAMA["vocab_size"], LLAMA["hidden_size"]
+CPU = torch.device("cpu")
+
+Texts = list[list[int]]
+
+
+class WatchedRanks(Ranks):
+    """Ranks that keep the drafts of plans: by request, (position of the first, its tokens)."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.drafted: list[tuple[int, int, tuple[int, ...]]] = []
+
+    def _launch(self, plan: StepPlan) -> None:
+        requests = self.scheduler._flights[-1].requests
+        for request, row in zip(requests, plan.rows, strict=True):
+            if row.drafts:
+                at = row.start + row.length - len(row.drafts)
+                self.drafted.append((request.id[1], at, row.drafts))
+        super()._launch(plan)
+
+
+def answers(
+    config: EngineConfig,
+    adapters: Sequence[Path],
+    num_drafts: int,
+    lost_at: int | None,
+    group: TensorParallel,
+) -> tuple[list[Answer], WatchedRanks]:
+    """What all requests get, and the ranks that it was generated on."""
+
+    def start() -> ModelRunner:
+        return load_paged(config, group, CPU).allocate()
+
+    run = WatchedRanks(start, adapters, 7, group, num_drafts)
+    return generate_scheduled(run, REQUESTS, lost_at), run
+
+
+def adapters_of(world: World, family: str, variant: str) -> list[Path]:
+    names = list(FAMILIES[family].adapters)[:2]
+    found = [world.adapter(family, variant, name) for name in names]
+    return [folder for folder in found if folder is not None]
+
+
+def states_of(model: Path, adapters: Sequence[Path], texts: Texts) -> list[Tensor]:
+    """transformers' final states of the requests' texts."""
+    slots = [request.slot for request in REQUESTS]
+    folders = [adapters[slot] if slot >= 0 else None for slot in slots]
+    return [final_states(model, *each) for each in zip(folders, texts, strict=True)]
+
+
+def guessed(logits: Tensor, sampling: Sampling, position: int) -> list[int]:
+    """What heads' logits [count, vocab] say of the tokens from this position on."""
+    count = len(logits)
+    positions = range(position, position + count)
+    plain = Sampling(sampling.temperature, top_p=sampling.top_p, seed=sampling.seed)
+    tensors = sampling_tensors([plain] * count, positions, logits.device)
+    return sample_tokens(logits, tensors).tokens.tolist()
+
+
+def with_heads(model: Path, folder: Path) -> EngineConfig:
+    speculates = SpeculationConfig(kind=SpeculationKind.MEDUSA, model=str(folder))
+    return engine_config(model, speculation=speculates)
+
+
+@pytest.mark.parametrize(
+    ("family", "variant", "ranks", "own", "layers", "lost_at"),
+    [
+        ("llama", "gqa", 1, True, 1, 12),
+        ("llama", "gqa", 1, False, 1, None),
+        ("llama", "gqa", 2, True, 2, None),
+        ("llama", "gqa", 2, False, 1, None),
+        ("gpt2", "plain", 4, True, 1, None),
+        ("gpt_neox", "parallel", 1, False, 1, None),
+    ],
+)
+def test_heads_guess_as_in_plain_torch_and_change_no_token(
+    world: World,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    variant: str,
+    ranks: int,
+    own: bool,
+    layers: int,
+    lost_at: int | None,
+) -> None:
+    """Greedy and sampled, over adapters and without, in chunks, with a prefix of others."""
+    compare(world, tmp_path, monkeypatch, (family, variant), ranks, own, layers, lost_at)
+
+
+def compare(
+    world: World,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    named: tuple[str, str],
+    ranks: int,
+    own: bool,
+    layers: int,
+    lost_at: int | None,
+) -> None:
+    """Train heads and compare; folder: where to write them. named: family and variant."""
+    monkeypatch.setattr(speculation, "MARGIN", 0.0)
+    model, adapters = world.model(*named), adapters_of(world, *named)
+    [(plain, _)] = run_in_memory(1, partial(answers, engine_config(model), adapters, 0, None))
+    texts = [[*r.prompt, *a.tokens] for r, a in zip(REQUESTS, plain, strict=True)]
+    states = states_of(model, adapters, texts)
+    head = load_oracle(model).get_output_embeddings().weight.detach().float()
+    heads = medusa.Heads(head, NUM_HEADS, layers, own)
+    heads.train_on(list(zip(states, texts, strict=True)))
+    wanted = [heads(each) for each in states]
+
+    config = with_heads(model, heads.write(folder / "heads"))
+    for made, run in run_ranks(ranks, partial(answers, config, adapters, NUM_HEADS, lost_at)):
+        assert [one.tokens for one in made] == [one.tokens for one in plain]
+        assert len(run.drafted) >= 20
+        for index, at, drafts in run.drafted:
+            # The state two positions before chose the token before the draft.
+            logits = wanted[index][at - 2]
+            expected = guessed(logits, REQUESTS[index].sampling, at)[: len(drafts)]
+            assert list(drafts) == expected, f"guesses differ: request {index} at {at}"
+        skipped = [len(run.ended["r", index].skipped) for index in range(len(REQUESTS))]
+        assert sum(skipped) >= NUM_TOKENS, skipped
+
+
+def test_heads_that_guess_wrong_change_no_token(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are another model's: of random blocks."""
+    monkeypatch.setattr(speculation, "MARGIN", 0.0)
+    model, adapters = world.model("llama", "gqa"), adapters_of(world, "llama", "gqa")
+    [(plain, _)] = run_in_memory(1, partial(answers, engine_config(model), adapters, 0, None))
+    heads = medusa.Heads(torch.randn(VOCAB, WIDTH), NUM_HEADS, own=True)
+    config = with_heads(model, heads.write(tmp_path / "heads"))
+    [(made, run)] = run_in_memory(1, partial(answers, config, adapters, NUM_HEADS, None))
+    assert [one.tokens for one in made] == [one.tokens for one in plain]
+    assert len(run.drafted) > 20
+    assert sum(len(run.ended["r", index].skipped) for index in range(len(REQUESTS))) < 20
+
+
+def test_heads_read_in_another_order_are_noticed(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fault on purpose: the comparison with plain torch must fail."""
+    right = MedusaHeads.states
+    monkeypatch.setattr(MedusaHeads, "states", lambda self, x: right(self, x).flip(1))
+    with pytest.raises(AssertionError, match="guesses differ"):
+        compare(world, tmp_path, monkeypatch, ("llama", "gqa"), 1, False, 1, None)
+
+
+def write_heads(folder: Path, **config: Any) -> Path:
+    return medusa.Heads(torch.zeros(VOCAB, WIDTH), 2, own=True).write(folder, **config)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"medusa_num_heads": 0}, "medusa_num_heads is 0, it must be from 1 to 64"),
+        ({"medusa_num_heads": "2"}, "medusa_num_heads is '2'"),
+        ({"medusa_num_heads": 3}, "no tensor '2.0.linear.weight'.*are they for another model"),
+        ({"medusa_num_heads": 1}, "does not use 3 tensors"),
+        ({"medusa_num_layers": 2}, "no tensor '0.1.linear.weight'"),
+    ],
+)
+def test_heads_that_are_not_as_their_config_says_are_refused(
+    world: World, tmp_path: Path, config: dict[str, Any], message: str
+) -> None:
+    folder = write_heads(tmp_path, **config)
+    with pytest.raises(ValueError, match=message):
+        load_paged(with_heads(world.model("llama", "gqa"), folder), SingleRank(), CPU)
+
+
+def test_heads_of_other_models_and_files_are_refused(world: World, tmp_path: Path) -> None:
+    model = world.model("llama", "gqa")
+
+    def load(folder: Path) -> None:
+        load_paged(with_heads(model, folder), SingleRank(), CPU)
+
+    wide = medusa.Heads(torch.zeros(VOCAB, 2 * WIDTH), 2).write(tmp_path / "wide")
+    with pytest.raises(CheckpointError, match=f"the model is {WIDTH} wide"):
+        load(wide)
+    more = medusa.Heads(torch.zeros(VOCAB + 8, WIDTH), 2, own=True).write(tmp_path / "more")
+    with pytest.raises(CheckpointError, match=f"with {VOCAB} tokens"):
+        load(more)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (empty / "config.json").write_text('{"medusa_num_heads": 2}')
+    with pytest.raises(CheckpointError, match=r"convert medusa_lm_head\.pt"):
+        load(empty)
+    with pytest.raises(ArchitectureError, match="it describes no Medusa heads"):
+        load(model)
+    (empty / "config.json").write_text("[")
+    with pytest.raises(ArchitectureError, match="cannot be read"):
+        load(empty)
+    heads = medusa.Heads(torch.zeros(VOCAB, WIDTH), 2)
+    load(heads.write(tmp_path / "other", name="heads.safetensors"))
+
+
+def test_heads_guess_on_cpus_alone(world: World, tmp_path: Path) -> None:
+    config = with_heads(world.model("llama", "gqa"), write_heads(tmp_path))
+    report = load_paged(config, SingleRank(), CPU).allocate().report
+    assert capacity_of(report).draft_heads == 2
+    assert capacity_of(report).drafts
+    assert not capacity_of(replace(report, device="cuda:0")).drafts
+
+
+def test_a_config_names_heads_where_they_are_read_alone() -> None:
+    with pytest.raises(ValueError, match="kind medusa needs the folder or hub id"):
+        SpeculationConfig(kind=SpeculationKind.MEDUSA)
+    with pytest.raises(ValueError, match="model names heads, which kind prompt_lookup does not"):
+        SpeculationConfig(kind=SpeculationKind.PROMPT_LOOKUP, model="heads")
