@@ -113,6 +113,8 @@ class AdaptersConfig(Config):
     whole_linears: linear maps of which adapters may bring the whole weight (modules_to_save), by
     name, and how many such adapters may be on the device at once; each takes that map's bytes in
     all layers.
+    draft_heads: adapters with Medusa heads of their own that may be on the device at once; each
+    takes their bytes. 0: such heads are not read, and the model's own guess for these adapters too.
     host_bytes: the host tier of each rank, allocated at start and, for CUDA, pinned.
     staging_threads: adapters that a rank reads from disk at the same time.
     preload: references loaded before the server is ready.
@@ -143,6 +145,7 @@ class AdaptersConfig(Config):
     expert_pages: NonNegativeInt | None = None
     vocabulary_copies: NonNegativeInt = 0
     whole_linears: dict[str, PositiveInt] = Field(default_factory=dict)
+    draft_heads: NonNegativeInt = 0
     host_bytes: PositiveInt = 4 * 2**30
     staging_threads: PositiveInt = 4
     preload: tuple[str, ...] = ()

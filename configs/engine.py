@@ -246,6 +246,15 @@ class EngineConfig(Config):
     speculation: SpeculationConfig = SpeculationConfig()
 
     @model_validator(mode="after")
+    def _adapters_heads_are_beside_others(self) -> "EngineConfig":
+        if self.adapters.draft_heads and self.speculation.kind is not SpeculationKind.MEDUSA:
+            raise ValueError(
+                "adapters.draft_heads needs speculation.kind medusa: the number of heads is that "
+                "of speculation.model"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _budget_holds_a_decode_step(self) -> "EngineConfig":
         """A step must hold one token for every running request."""
         if self.limits.max_step_tokens < self.limits.max_running:

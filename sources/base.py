@@ -21,6 +21,8 @@ MAX_TEXT_BYTES = 16 << 20
 MAX_CONFIG_BYTES = 1 << 20
 """Limits of files that are parsed whole; parsing needs many times their bytes."""
 
+HEADS_NAME, HEADS_CONFIG_NAME = "medusa_lm_head.safetensors", "config.json"
+"""The files of Medusa heads that an adapter may bring."""
 _WEIGHTS = "adapter_model*.safetensors"
 _PICKLED = "adapter_model*.bin"
 
@@ -139,7 +141,8 @@ def is_adapter_file(name: str, allow_pickle: bool = False) -> bool:
     folder, _, plain = name.rpartition("/")
     if folder:
         return folder == OTHERS_FOLDER and plain.endswith(".jinja")
-    if name in (CONFIG_NAME, MLX_NAME, *TEMPLATE_NAMES) or fnmatchcase(name, _WEIGHTS):
+    others = (HEADS_NAME, HEADS_CONFIG_NAME, *TEMPLATE_NAMES)
+    if name in (CONFIG_NAME, MLX_NAME, *others) or fnmatchcase(name, _WEIGHTS):
         return True
     return allow_pickle and fnmatchcase(name, _PICKLED)
 

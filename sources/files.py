@@ -11,6 +11,8 @@ from configs.wire.adapters import AdapterRefusal
 from configs.wire.templates import OTHERS_FOLDER
 from sources.base import (
     CONFIG_NAME,
+    HEADS_CONFIG_NAME,
+    HEADS_NAME,
     MLX_NAME,
     TEMPLATE_NAMES,
     AdapterFolder,
@@ -33,7 +35,8 @@ def fingerprint(folder: Path) -> Fingerprint:
     weights = [folder / name for name in sorted(names) if name.startswith("adapter_model")]
     if not weights and is_mlx(folder):
         weights = [folder / MLX_NAME]
-    paths = [folder / CONFIG_NAME, *weights, *templates]
+    heads = [folder / name for name in (HEADS_NAME, HEADS_CONFIG_NAME) if HEADS_NAME in names]
+    paths = [folder / CONFIG_NAME, *weights, *(p for p in heads if p.name in names), *templates]
     stats = [(path, path.stat()) for path in paths]
     for path, found in stats:
         if not stat.S_ISREG(found.st_mode):

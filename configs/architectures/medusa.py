@@ -20,11 +20,14 @@ class MedusaArchitecture(Config):
     num_layers: int
 
 
-def load_medusa(folder: Path) -> MedusaArchitecture:
-    """Read `folder`/config.json; ArchitectureError says what is missing or not supported."""
+def load_medusa(folder: Path, within: Path | None = None) -> MedusaArchitecture:
+    """Read `folder`/config.json; ArchitectureError says what is missing or not supported.
+
+    within: as in RegularFile.
+    """
     path = folder / CONFIG_NAME
     try:
-        config = json.loads(read_text(path, _MAX_CONFIG_BYTES))
+        config = json.loads(read_text(path, _MAX_CONFIG_BYTES, within))
     except (OSError, ValueError, RecursionError) as error:
         raise ArchitectureError(f"{path} cannot be read: {error}") from error
     return parse_medusa(config, str(path))

@@ -21,6 +21,7 @@ from modeling.adapters.host_cache import (
 from modeling.adapters.host_pages import PAGE_ROWS
 from modeling.adapters.output_rows import OutputRows
 from modeling.adapters.projection import (
+    COPIED_KINDS,
     TOKEN_KINDS,
     WHOLE_KINDS,
     BaseLinear,
@@ -69,7 +70,7 @@ class BankSize:
         """Return the number of pages in one projection's pool."""
         if projection.kind.whole:
             return self.copies
-        if projection.kind is ProjectionKind.WHOLE_LINEAR:
+        if projection.kind in COPIED_KINDS:
             return projection.copies
         if projection.kind is ProjectionKind.NORMS:
             return min(self.slots, self.pages)  # Each adapter takes one.

@@ -31,6 +31,7 @@ from modeling.adapters.output_rows import OutputRows, added_bias, output_rows
 from modeling.adapters.peft_adapter import PART_BYTES
 from modeling.adapters.pinned_pool import PinnedPool
 from modeling.adapters.projection import (
+    COPIED_KINDS,
     BaseLinear,
     BaseRows,
     ModulePosition,
@@ -49,6 +50,7 @@ _SETTINGS = {
     ProjectionKind.EMBEDDING: "vocabulary_pages",
     ProjectionKind.HEAD: "vocabulary_pages",
     ProjectionKind.WHOLE_LINEAR: "whole_linears",
+    ProjectionKind.DRAFT_HEADS: "draft_heads",
     ProjectionKind.EXPERTS: "expert_pages",
 }
 """Which setting gives a pool its pages, where that is not device_pages."""
@@ -380,15 +382,14 @@ def _check_unchanged(adapter: FetchedAdapter) -> None:
 
 def page_bytes(projections: Sequence[Projection], dtype: torch.dtype) -> int:
     """Return the bytes of one page of every pool of factors: the unit of their size."""
-    opt_in = ProjectionKind.WHOLE_LINEAR
-    factors = [p for p in projections if not p.kind.whole and p.kind is not opt_in]
+    factors = [p for p in projections if not p.kind.whole and p.kind not in COPIED_KINDS]
     widths = sum(p.num_layers * (p.local_inputs + p.local_outputs) for p in factors)
     return PAGE_ROWS * dtype.itemsize * widths
 
 
 def linear_bytes(projections: Sequence[Projection], dtype: torch.dtype) -> int:
-    """Return the bytes of the pools of whole linear maps."""
-    whole = [p for p in projections if p.kind is ProjectionKind.WHOLE_LINEAR]
+    """Return the bytes of the pools of whole linear maps and draft heads."""
+    whole = [p for p in projections if p.kind in COPIED_KINDS]
     rows = sum(p.copies * p.num_layers * p.local_inputs for p in whole)
     return PAGE_ROWS * dtype.itemsize * rows
 

@@ -192,6 +192,8 @@ def _check_factors_alone(adapter: PeftAdapter) -> None:
             "it brings a classification head, and heads cannot be merged: use it alone, or merge "
             "it in PEFT and serve the result"
         )
+    if adapter.heads is not None:
+        refuse("it brings Medusa heads, which cannot be merged: use it alone, or remove them")
     if adapter.plan.invocation:
         refuse("it is an activated adapter (aLoRA), which PEFT does not merge: use it alone")
     if adapter.tokens:

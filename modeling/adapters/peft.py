@@ -25,6 +25,7 @@ from modeling.adapters.peft_ends import (
 )
 from modeling.adapters.peft_experts import find_experts
 from modeling.adapters.peft_fused import find_parts
+from modeling.adapters.peft_heads import find_heads
 from modeling.adapters.peft_joined import join_parts
 from modeling.adapters.peft_names import WEIGHTS_NAME, open_tensors, use_peft_names
 from modeling.adapters.peft_norms import find_norms, without_norms
@@ -80,17 +81,17 @@ def open_adapter(
     with faults.gather(), reading():
         file = open_tensors(folder, within)
         if recipes is not None and plan is not None and not faults:
-            known = recipes.find(plan, file)
-            if known is not None:
-                return known
-        use_peft_names(file)
-        if plan is not None:
+            adapter = recipes.find(plan, file)
+        if plan is not None and adapter is None:
+            use_peft_names(file)
             adapter = _check_file(file, plan, projections, base, max_rank)
+            if recipes is not None and not faults:
+                recipes.keep(adapter)
+    with faults.gather(), reading():
+        heads = find_heads(folder, projections, within)
     faults.check()
     assert adapter is not None
-    if recipes is not None:
-        recipes.keep(adapter)
-    return adapter
+    return replace(adapter, heads=heads)
 
 
 def _check_file(

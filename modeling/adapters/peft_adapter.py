@@ -18,6 +18,7 @@ from modeling.adapters.faults import refuse
 from modeling.adapters.peft_config import LoraPlan
 from modeling.adapters.peft_ends import EndTensors, Matrix
 from modeling.adapters.peft_experts import ExpertPart, ExpertTensors
+from modeling.adapters.peft_heads import HeadTensors
 from modeling.adapters.peft_names import WEIGHTS_NAME
 from modeling.adapters.peft_norms import NormTensors
 from modeling.adapters.peft_score import ScoreTensor
@@ -50,6 +51,7 @@ class PeftAdapter:
     norms: weights and biases of norms.
     experts: factors of routed experts.
     whole: whole linear maps.
+    heads: Medusa heads, in a file of their own; None without.
     """
 
     file: TensorFile
@@ -64,6 +66,7 @@ class PeftAdapter:
     bare: dict[str, ModulePosition] = field(default_factory=dict)
     experts: ExpertTensors = field(default_factory=ExpertTensors)
     whole: WholeLinearTensors = field(default_factory=WholeLinearTensors)
+    heads: HeadTensors | None = None
     _names: dict[str, FactorNames] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -96,6 +99,8 @@ class PeftAdapter:
             whole[self.score.position] = self.score.num_labels
         if self.norms.position is not None:
             whole[self.norms.position] = 1
+        if self.heads is not None:
+            whole[self.heads.position] = 1
         whole |= dict.fromkeys(self.whole.positions, 1)
         whole |= dict.fromkeys(self.bare.values(), 1)
         whole |= {at: len(each.ids) for each in self.tokens for at in each.positions}
@@ -226,6 +231,8 @@ class PeftAdapter:
                 yield self.score.read(self.file)
             yield from self.ends.read(self.file, self.projections)
             yield from self.whole.read(self.file, self.projections)
+            if self.heads is not None:
+                yield from self.heads.read()
 
 
 def _check_finite(keys: Sequence[str], found: Stacks) -> None:

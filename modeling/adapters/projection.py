@@ -22,6 +22,7 @@ class ProjectionKind(Enum):
     EXPERTS: adds factors to a matrix of each expert in layers that route tokens to experts.
     ROUTER: adds factors to the linear map that does, inside of a module of another kind.
     WHOLE_LINEAR: replaces the weight of a linear map.
+    DRAFT_HEADS: brings Medusa heads, which guess tokens.
     """
 
     LINEAR = "linear"
@@ -36,6 +37,7 @@ class ProjectionKind(Enum):
     EXPERTS = "experts"
     ROUTER = "router"
     WHOLE_LINEAR = "whole linear map"
+    DRAFT_HEADS = "draft heads"
 
     @property
     def whole(self) -> bool:
@@ -56,11 +58,14 @@ class ProjectionKind(Enum):
     def of_vocabulary(self) -> bool:
         """Return whether it changes the embedding or the head of the vocabulary."""
         others = (ProjectionKind.LINEAR, ProjectionKind.SCORE, ProjectionKind.NORMS)
-        return self not in (*others, *ROUTED_KINDS, ProjectionKind.WHOLE_LINEAR)
+        return self not in (*others, *ROUTED_KINDS, *COPIED_KINDS)
 
 
 ROUTED_KINDS = (ProjectionKind.EXPERTS, ProjectionKind.ROUTER)
 """What adapters change of layers that route tokens to experts."""
+
+COPIED_KINDS = (ProjectionKind.WHOLE_LINEAR, ProjectionKind.DRAFT_HEADS)
+"""Kinds with pools of `copies` pages, as settings say."""
 
 WHOLE_KINDS = {
     ProjectionKind.EMBEDDING: ProjectionKind.WHOLE_EMBEDDING,
@@ -178,12 +183,13 @@ class Projection:
     experts: of a map that each expert has. The e-th of this rank's experts of the i-th of those
     layers counts as layer i * len(own) + e, and `module` is the path of the experts' module.
     replaces: for whole linear maps, the index of the map's own projection. copies: the pages of
-    their pool. blocks: how many 8 rows are one layer's.
+    their pool, and of that of draft heads. blocks: how many 8 rows are one layer's.
 
     A whole matrix [token ids, hidden] is one page of its pool: each 8 of its rows count as a layer,
     and `inputs` is the hidden size. A classification head [labels, hidden] takes a page for each 8
     labels; its rank is the number of labels. Tokens' rows [tokens, hidden] take a page for each 8
     tokens; A has them, Bt the digits of the tokens' ids, and out_features is the vocabulary's size.
+    Draft heads are one page, one head's rows after the other's; out_features is their number.
     The parameters of all norms are one page, in A alone, filled row by row.
     """
 

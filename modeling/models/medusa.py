@@ -59,17 +59,25 @@ class MedusaHeads(nn.Module):
         ]
         self._model_head = model.head
 
+    @property
+    def shares_head(self) -> bool:
+        """Whether they have no linear maps of their own (version 2)."""
+        return not self._heads
+
+    def shared_logits(self, states: Tensor) -> Tensor:
+        """[n, count, width] to [n, count, vocab_size] by the model's own head."""
+        return self._model_head(states.flatten(0, 1), None).view(*states.shape[:2], -1)
+
     def states(self, x: Tensor) -> Tensor:
         """[n, width] to what the heads' linear maps read, [n, count, width]."""
         return torch.stack([blocks(x) for blocks in self.blocks], dim=1)
 
     def logits(self, states: Tensor) -> Tensor:
         """[n, count, width] to [n, count, vocab_size], the same on every rank."""
-        if not self._heads:
-            logits = self._model_head(states.flatten(0, 1), None)
-        else:
-            parts = [head.partial(states[:, k]) for k, head in enumerate(self._heads)]
-            logits = self._heads[0].gather(torch.stack(parts, dim=1).flatten(0, 1))
+        if self.shares_head:
+            return self.shared_logits(states)
+        parts = [head.partial(states[:, k]) for k, head in enumerate(self._heads)]
+        logits = self._heads[0].gather(torch.stack(parts, dim=1).flatten(0, 1))
         return logits.view(*states.shape[:2], -1)
 
 

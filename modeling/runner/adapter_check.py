@@ -37,7 +37,7 @@ from modeling.adapters.projection import (
     ProjectionKind,
 )
 from modeling.models.select import build_model
-from modeling.runner.loading import load_model, with_other_models
+from modeling.runner.loading import adapters_heads, load_model, with_other_models
 from sharding.checkpoint import DummySource
 from sharding.group import SingleRank
 from sharding.loader import Weights
@@ -125,6 +125,7 @@ def adaptable(
     if config.adapters.adapts_vocabulary:
         model.adapt_vocabulary(whole_ends=config.adapters.vocabulary_copies > 0)
     found = with_other_models(model, architecture, config.adapters.whole_linears)
+    found = (*found, *adapters_heads(config, model.width))
     return tuple(_with_base(p, base) for p in found)
 
 

@@ -10,9 +10,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from configs.wire.plan import StepRow
 from configs.wire.sampling import Sampling
+from modeling.adapters.bank import AdapterBank
+from modeling.adapters.projection import ProjectionKind
+from modeling.adapters.token_rows import groups_of
 from modeling.models.medusa import MedusaHeads
 from modeling.runner.block_tables import Ints
 from modeling.runner.input_batch import StepLayout
@@ -35,22 +39,51 @@ class GuessedRows:
         return [next(found) if samples else [] for samples in self.rows]
 
 
+class Guesser:
+    """The model's heads, and those of adapters in their stead."""
+
+    def __init__(self, heads: MedusaHeads, bank: AdapterBank) -> None:
+        self.heads = heads
+        self._bank = bank
+        kinds = [projection.kind for projection in bank.projections]
+        kind = ProjectionKind.DRAFT_HEADS
+        self._index = kinds.index(kind) if kind in kinds else -1
+
+    def logits(self, x: Tensor, slots: Ints) -> Tensor:
+        """[m, width] to [m, count, vocab_size]; slots: each row's adapter (-1: base)."""
+        heads = self.heads
+        logits = heads.logits(heads.states(x))
+        for group in groups_of(self._bank, slots, self._index):
+            own = _adapted(x[group.rows], group.adapter.matrix(self._index), heads.count)
+            logits[group.rows] = heads.shared_logits(own)
+        return logits
+
+
+def _adapted(x: Tensor, rows: Tensor, count: int) -> Tensor:
+    """[m, width] to [m, count, width] by heads of version 2; rows: their page."""
+    width = x.shape[1]
+    parts = rows[: count * (width + 1)].view(count, width + 1, width)
+    found = torch.stack([F.linear(x, part[:width], part[width]) for part in parts], dim=1)
+    return x.unsqueeze(1) + F.silu(found)
+
+
 def guess(
-    heads: MedusaHeads,
+    guesser: Guesser,
     count: int,
     rows: Sequence[StepRow],
+    slots: Ints,
     layout: StepLayout,
     hidden: Tensor,
     sampled: Tensor,
 ) -> GuessedRows:
     """Guess up to `count` tokens behind each row's last right sample.
 
-    hidden: [s, width], from which the step's s tokens were `sampled`, int64 [s]. Noise is that with
-    which the model will sample these positions.
+    slots: the rows' adapters, -1 for the base model. hidden: [s, width], from which the step's s
+    tokens were `sampled`, int64 [s]. Noise is that with which the model will sample there.
     """
-    sampling = [row for row in rows if row.num_samples]
-    firsts, drafts = _drafts(sampling)
-    keys = _keys(layout.sampling, layout.sample_positions, heads.count)
+    samples = np.array([row.num_samples > 0 for row in rows])
+    firsts, drafts = _drafts([row for row in rows if row.num_samples])
+    keys = _keys(layout.sampling, layout.sample_positions, guesser.heads.count)
     device = hidden.device
     first, draft, key = pack_to_device([firsts, drafts, keys], device)
     last = first
@@ -58,14 +91,14 @@ def guess(
         behind = first.unsqueeze(1) + torch.arange(draft.shape[1], device=device)
         right = sampled[behind.clamp(max=len(sampled) - 1)] == draft
         last = first + right.cumprod(1).sum(1)
-    logits = heads.logits(heads.states(hidden[last]))[:, :count]
+    logits = guesser.logits(hidden[last], slots[samples])[:, :count]
     params = [layout.sampling[at] for at in firsts for _ in range(logits.shape[1])]
     random = sampling_tensors(params, [0] * len(params), device).random
     if random is not None:
         own = key[last, : logits.shape[1]].flatten(0, 1)
         random = replace(random, keys=own[random.rows])
     found = sample_tokens(logits.flatten(0, 1), SamplingTensors(random, -1)).tokens
-    return GuessedRows(found.view(logits.shape[:2]), [row.num_samples > 0 for row in rows])
+    return GuessedRows(found.view(logits.shape[:2]), samples.tolist())
 
 
 def _drafts(rows: Sequence[StepRow]) -> tuple[Ints, Ints]:

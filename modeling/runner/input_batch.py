@@ -266,6 +266,11 @@ class InputBatch:
         used = counts > 0
         return runs[used].tolist(), counts[used].tolist()
 
+    def adapters_of(self, rows: Sequence[StepRow]) -> Ints:
+        """The rows' adapter slots, -1 for the base model."""
+        slots: Ints = self._adapter_slots[[row.batch_slot for row in rows]]
+        return slots
+
     def history(self, layout: StepLayout) -> TokenHistory | None:
         """Where the samples' own tokens are; None where no sample looks at them."""
         if layout.prompt_lengths is None:

@@ -10,12 +10,14 @@ import torch
 from torch import nn
 
 from configs.architectures.base import ModelArchitecture
+from configs.architectures.medusa import load_medusa
 from configs.architectures.select import load_architecture
 from configs.architectures.text_stack import decoder_name, outer_paths
 from configs.engine import CacheDType, Device, EngineConfig
 from configs.model import DType, LoadFormat
 from modeling.adapters.linear import biased_projections
 from modeling.adapters.norms import norm_projection
+from modeling.adapters.peft_heads import heads_projection
 from modeling.adapters.peft_score import score_projection
 from modeling.adapters.projection import ROUTED_KINDS, Projection, ProjectionKind
 from modeling.adapters.whole_linears import whole_projections
@@ -107,7 +109,8 @@ def load_model(config: EngineConfig, group: TensorParallel, device: torch.device
         model.adapt_vocabulary(whole_ends=config.adapters.vocabulary_copies > 0)
     if config.adapters.enabled:
         whole = config.adapters.whole_linears
-        model.projections = with_other_models(model, architecture, whole)
+        others = with_other_models(model, architecture, whole)
+        model.projections = (*others, *adapters_heads(config, model.width))
     # A tied head shares its tensor with the embedding; parameters() yields it once.
     resident = sum(p.nbytes for p in cast(nn.Module, model).parameters())
     seconds = time.monotonic() - started
@@ -127,11 +130,23 @@ def read_heads(
     config: EngineConfig, model: PagedModel, group: TensorParallel
 ) -> MedusaHeads | None:
     """Return this rank's part of the heads that `config.speculation` names; None without."""
-    name = config.speculation.model
-    if name is None:
+    folder = _heads_folder(config)
+    return None if folder is None else load_heads(folder, model, group)
+
+
+def adapters_heads(config: EngineConfig, width: int) -> tuple[Projection, ...]:
+    """Return the heads that adapters bring, as a projection; width: of what they read."""
+    copies, folder = config.adapters.draft_heads, _heads_folder(config)
+    if folder is None or not copies:
+        return ()
+    return (heads_projection(width, load_medusa(folder).num_heads, copies),)
+
+
+def _heads_folder(config: EngineConfig) -> Path | None:
+    wanted = {"id": config.speculation.model, "revision": config.speculation.revision}
+    if wanted["id"] is None:
         return None
-    wanted = {"id": name, "revision": config.speculation.revision}
-    return load_heads(fetch_model(config.model.model_copy(update=wanted)), model, group)
+    return fetch_model(config.model.model_copy(update=wanted))
 
 
 def _spreads(config: EngineConfig, group: TensorParallel, device: torch.device) -> bool:

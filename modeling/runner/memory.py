@@ -127,11 +127,11 @@ def vocabulary_copies(config: AdaptersConfig, copy_bytes: int, memory: DeviceMem
 
 
 def check_linears(num_bytes: int, memory: DeviceMemory | None) -> None:
-    """ValueError if the pools of whole linear maps do not fit; memory: None on a CPU."""
+    """ValueError if the pools of whole linear maps and heads do not fit; memory: None on a CPU."""
     if memory is not None and num_bytes > memory.free:
         raise ValueError(
-            f"adapters.whole_linears takes {num_bytes} bytes on this rank, {memory.free} are free: "
-            "name fewer maps or lower their numbers, or use more ranks"
+            f"adapters.whole_linears and adapters.draft_heads take {num_bytes} bytes on this rank, "
+            f"{memory.free} are free: name fewer maps or lower the numbers, or use more ranks"
         )
 
 

@@ -27,7 +27,7 @@ from modeling.runner.block_tables import Ints
 from modeling.runner.cache import Choices
 from modeling.runner.captures import StepGraphs
 from modeling.runner.forward import PagedForward, StepPlans, prepare
-from modeling.runner.guesses import GuessedRows, guess
+from modeling.runner.guesses import GuessedRows, Guesser, guess
 from modeling.runner.input_batch import InputBatch, StepInputs, StepLayout
 from modeling.runner.loading import LoadedModel
 from modeling.runner.outputs import step_output
@@ -106,6 +106,7 @@ class ModelRunner(BaseRunner):
         self._prompts = buffers.prompts
         self._clamp_watch = buffers.clamp_watch
         self._clock = buffers.clock
+        self._guesser = None if parts.heads is None else Guesser(parts.heads, parts.bank)
         self._graphs = graphs
         self._decode_graphs, self._piecewise_graphs, self._checked_graphs = graphs
         self.num_steps = 0
@@ -128,7 +129,7 @@ class ModelRunner(BaseRunner):
             # No adapter that this step reads is overwritten before the device is past the step.
             with self._bank.in_use(layout.adapter_slots):
                 before = self.num_captured
-                guessing = bool(batch.guesses and layout.targets.size and self._parts.heads)
+                guessing = bool(batch.guesses and layout.targets.size and self._guesser)
                 is_launched = bool(layout.prompt_rows) or guessing
                 sampled, scores = None if is_launched else self._replay(layout), None
                 hidden = None
@@ -205,10 +206,11 @@ class ModelRunner(BaseRunner):
         self, batch: ForwardBatch, layout: StepLayout, hidden: Tensor | None, sampled: SampledStep
     ) -> GuessedRows | None:
         """Guess behind the step's samples; hidden: what the head read for them."""
-        heads = self._parts.heads
-        if heads is None or hidden is None or not batch.guesses:
+        guesser = self._guesser
+        if guesser is None or hidden is None or not batch.guesses:
             return None
-        return guess(heads, batch.guesses, batch.rows, layout, hidden, sampled.tokens)
+        slots = self._input_batch.adapters_of(batch.rows)
+        return guess(guesser, batch.guesses, batch.rows, slots, layout, hidden, sampled.tokens)
 
     def _replay_piecewise(self, inputs: StepInputs, attention: StepPlans) -> Tensor | None:
         """Return the hidden states of a step in graph pieces; None when none serve this step."""

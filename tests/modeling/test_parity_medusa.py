@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
@@ -12,10 +13,12 @@ from torch import Tensor
 
 from configs.architectures.base import ArchitectureError
 from configs.engine import EngineConfig, SpeculationConfig, SpeculationKind
+from configs.wire.adapters import AdapterError, AdapterKey, FetchedAdapter
 from configs.wire.plan import StepPlan
 from configs.wire.sampling import Sampling
 from deployments.rank.host import capacity_of
 from modeling.models.medusa import MedusaHeads
+from modeling.runner import guesses
 from modeling.runner.load_paged import load_paged
 from modeling.runner.paged import ModelRunner
 from modeling.sampling.sampler import sample_tokens
@@ -71,10 +74,11 @@ def answers(
     return generate_scheduled(run, REQUESTS, lost_at), run
 
 
-def adapters_of(world: World, family: str, variant: str) -> list[Path]:
+def adapters_of(world: World, family: str, variant: str, folder: Path) -> list[Path]:
+    """Copies of two adapters, to which heads may be added."""
     names = list(FAMILIES[family].adapters)[:2]
     found = [world.adapter(family, variant, name) for name in names]
-    return [folder for folder in found if folder is not None]
+    return [copytree(each, folder / each.name) for each in found if each is not None]
 
 
 def states_of(model: Path, adapters: Sequence[Path], texts: Texts) -> list[Tensor]:
@@ -93,20 +97,22 @@ def guessed(logits: Tensor, sampling: Sampling, position: int) -> list[int]:
     return sample_tokens(logits, tensors).tokens.tolist()
 
 
-def with_heads(model: Path, folder: Path) -> EngineConfig:
+def with_heads(model: Path, folder: Path, of_adapters: int = 0) -> EngineConfig:
     speculates = SpeculationConfig(kind=SpeculationKind.MEDUSA, model=str(folder))
-    return engine_config(model, speculation=speculates)
+    plain = engine_config(model, speculation=speculates)
+    adapters = plain.adapters.model_copy(update={"draft_heads": of_adapters})
+    return plain.model_copy(update={"adapters": adapters})
 
 
 @pytest.mark.parametrize(
-    ("family", "variant", "ranks", "own", "layers", "lost_at"),
+    ("family", "variant", "ranks", "own", "layers", "lost_at", "brings"),
     [
-        ("llama", "gqa", 1, True, 1, 12),
-        ("llama", "gqa", 1, False, 1, None),
-        ("llama", "gqa", 2, True, 2, None),
-        ("llama", "gqa", 2, False, 1, None),
-        ("gpt2", "plain", 4, True, 1, None),
-        ("gpt_neox", "parallel", 1, False, 1, None),
+        ("llama", "gqa", 1, True, 1, 12, True),
+        ("llama", "gqa", 1, False, 1, None, False),
+        ("llama", "gqa", 2, True, 2, None, False),
+        ("llama", "gqa", 2, False, 1, None, True),
+        ("gpt2", "plain", 4, True, 1, None, False),
+        ("gpt_neox", "parallel", 1, False, 1, None, False),
     ],
 )
 def test_heads_guess_as_in_plain_torch_and_change_no_token(
@@ -119,24 +125,28 @@ def test_heads_guess_as_in_plain_torch_and_change_no_token(
     own: bool,
     layers: int,
     lost_at: int | None,
+    brings: bool,
 ) -> None:
-    """Greedy and sampled, over adapters and without, in chunks, with a prefix of others."""
-    compare(world, tmp_path, monkeypatch, (family, variant), ranks, own, layers, lost_at)
+    """Greedy and sampled, over adapters and without, in chunks, with a prefix of others.
+
+    own: of version 1. brings: an adapter has heads of its own.
+    """
+    monkeypatch.setattr(speculation, "MARGIN", 0.0)
+    compare(world, tmp_path, (family, variant), ranks, own, layers, lost_at, brings)
 
 
 def compare(
     world: World,
     folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
     named: tuple[str, str],
     ranks: int,
     own: bool,
     layers: int,
     lost_at: int | None,
+    brings: bool,
 ) -> None:
     """Train heads and compare; folder: where to write them. named: family and variant."""
-    monkeypatch.setattr(speculation, "MARGIN", 0.0)
-    model, adapters = world.model(*named), adapters_of(world, *named)
+    model, adapters = world.model(*named), adapters_of(world, *named, folder)
     [(plain, _)] = run_in_memory(1, partial(answers, engine_config(model), adapters, 0, None))
     texts = [[*r.prompt, *a.tokens] for r, a in zip(REQUESTS, plain, strict=True)]
     states = states_of(model, adapters, texts)
@@ -144,8 +154,15 @@ def compare(
     heads = medusa.Heads(head, NUM_HEADS, layers, own)
     heads.train_on(list(zip(states, texts, strict=True)))
     wanted = [heads(each) for each in states]
+    if brings:
+        others = medusa.Heads(head, NUM_HEADS)
+        mine = [index for index, request in enumerate(REQUESTS) if request.slot == 1]
+        others.train_on([(states[index], texts[index]) for index in mine])
+        others.write(adapters[1])
+        for index in mine:
+            wanted[index] = others(states[index])
 
-    config = with_heads(model, heads.write(folder / "heads"))
+    config = with_heads(model, heads.write(folder / "heads"), int(brings))
     for made, run in run_ranks(ranks, partial(answers, config, adapters, NUM_HEADS, lost_at)):
         assert [one.tokens for one in made] == [one.tokens for one in plain]
         assert len(run.drafted) >= 20
@@ -163,7 +180,7 @@ def test_heads_that_guess_wrong_change_no_token(
 ) -> None:
     """They are another model's: of random blocks."""
     monkeypatch.setattr(speculation, "MARGIN", 0.0)
-    model, adapters = world.model("llama", "gqa"), adapters_of(world, "llama", "gqa")
+    model, adapters = world.model("llama", "gqa"), adapters_of(world, "llama", "gqa", tmp_path)
     [(plain, _)] = run_in_memory(1, partial(answers, engine_config(model), adapters, 0, None))
     heads = medusa.Heads(torch.randn(VOCAB, WIDTH), NUM_HEADS, own=True)
     config = with_heads(model, heads.write(tmp_path / "heads"))
@@ -173,14 +190,19 @@ def test_heads_that_guess_wrong_change_no_token(
     assert sum(len(run.ended["r", index].skipped) for index in range(len(REQUESTS))) < 20
 
 
-def test_heads_read_in_another_order_are_noticed(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("fault", ["order", "an adapter's are forgotten"])
+def test_faults_on_purpose_are_noticed(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
-    """A fault on purpose: the comparison with plain torch must fail."""
-    right = MedusaHeads.states
-    monkeypatch.setattr(MedusaHeads, "states", lambda self, x: right(self, x).flip(1))
+    """The comparison with plain torch must fail."""
+    monkeypatch.setattr(speculation, "MARGIN", 0.0)
+    if fault == "order":
+        right = MedusaHeads.states
+        monkeypatch.setattr(MedusaHeads, "states", lambda self, x: right(self, x).flip(1))
+    else:
+        monkeypatch.setattr(guesses, "groups_of", lambda *_: [])
     with pytest.raises(AssertionError, match="guesses differ"):
-        compare(world, tmp_path, monkeypatch, ("llama", "gqa"), 1, False, 1, None)
+        compare(world, tmp_path, ("llama", "gqa"), 1, False, 1, None, True)
 
 
 def write_heads(folder: Path, **config: Any) -> Path:
@@ -229,6 +251,36 @@ def test_heads_of_other_models_and_files_are_refused(world: World, tmp_path: Pat
         load(empty)
     heads = medusa.Heads(torch.zeros(VOCAB, WIDTH), 2)
     load(heads.write(tmp_path / "other", name="heads.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"count": 3}, "has 3 heads, the server's own are 2: train as many"),
+        ({"own": True}, "of version 1.*adapters bring version 2 alone"),
+        ({"width": 2 * WIDTH}, "0.0.linear.weight of medusa_lm_head.safetensors must have shape"),
+        ({"bias": float("nan")}, "0.0.linear.bias holds values that are not finite"),
+        ({"config": "{}"}, "it describes no Medusa heads"),
+    ],
+)
+def test_bad_heads_of_adapters_are_refused(
+    world: World, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    model, base = world.model("llama", "gqa"), tmp_path / "base"
+    [adapter, _] = adapters_of(world, "llama", "gqa", tmp_path)
+    given: dict[str, Any] = {"count": 2, "own": False, "width": WIDTH, "bias": 0.0, **changes}
+    heads = medusa.Heads(torch.zeros(VOCAB, given["width"]), given["count"], own=given["own"])
+    heads.state_dict()["blocks.0.0.linear.bias"].fill_(given["bias"])
+    heads.write(adapter)
+    if "config" in changes:
+        (adapter / "config.json").write_text(changes["config"])
+    write_heads(base)
+    fetched = FetchedAdapter(AdapterKey(1), "a", str(adapter), "a")
+    runner = load_paged(with_heads(model, base, 1), SingleRank(), CPU).allocate()
+    with pytest.raises(AdapterError, match=message):
+        runner.stage(fetched)
+    # Where no adapter's heads are read, they are no part of it.
+    load_paged(with_heads(model, base), SingleRank(), CPU).allocate().stage(fetched)
 
 
 def test_heads_guess_on_cpus_alone(world: World, tmp_path: Path) -> None:

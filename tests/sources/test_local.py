@@ -36,6 +36,19 @@ def test_a_local_adapter_is_found_under_its_root(tmp_path: Path) -> None:
     ]
 
 
+def test_heads_beside_an_adapter_are_part_of_it(tmp_path: Path) -> None:
+    folder = write(tmp_path / "red")
+    (folder / "config.json").write_text("{}")
+    assert len(fingerprint(folder)) == 2, "a config alone says nothing of heads"
+    digests = []
+    for content in (b"one", b"two"):
+        (folder / "medusa_lm_head.safetensors").write_bytes(content)
+        files = fingerprint(folder)
+        digests.append(content_digest(AdapterFolder(folder, files, "")))
+    assert [name for name, _, _ in files][2:] == ["medusa_lm_head.safetensors", "config.json"]
+    assert digests[0] != digests[1]
+
+
 def test_a_name_in_several_roots_is_listed_once(tmp_path: Path) -> None:
     for root in ("one", "two"):
         write(tmp_path / root / "red")
