@@ -12,7 +12,8 @@ class WeightFormat(StrEnum):
 
     FP8: e4m3, with a scale for each output or for the matrix. FP8_BLOCKS: with one for each block.
     PACKED: integers of compressed-tensors. GPTQ, AWQ: integers of these. NF4: 4 bits of
-    bitsandbytes, INT8: its 8 bits.
+    bitsandbytes, INT8: its 8 bits. MXFP4: matrices of experts alone, 4 bits with a power of two for
+    32 inputs.
     """
 
     FP8 = "fp8"
@@ -22,6 +23,7 @@ class WeightFormat(StrEnum):
     AWQ = "awq"
     NF4 = "nf4"
     INT8 = "int8"
+    MXFP4 = "mxfp4"
 
 
 class Activations(StrEnum):

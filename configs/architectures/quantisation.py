@@ -9,7 +9,7 @@ from configs.quantisation import Activations, Quantisation, WeightFormat
 SERVED = (
     "compressed-tensors (fp8 weights with fp8 or unquantised activations, and packed integers of "
     "4 or 8 bits without zero points), fp8 in blocks, gptq and awq of 4 bits, bitsandbytes of 4 or "
-    "8 bits"
+    "8 bits, mxfp4 of gpt-oss"
 )
 
 
@@ -206,10 +206,16 @@ def _bitsandbytes(given: Mapping[str, Any]) -> Quantisation:
     )
 
 
+def _mxfp4(given: Mapping[str, Any]) -> Quantisation:
+    _only(given, "mxfp4", {"dequantize": (False, None)})
+    return Quantisation(method="mxfp4", format=WeightFormat.MXFP4, bits=4, group_size=32)
+
+
 _METHODS: dict[str, Callable[[Mapping[str, Any]], Quantisation]] = {
     _COMPRESSED: _compressed,
     "fp8": _fp8,
     "gptq": _gptq,
     "awq": _awq,
     "bitsandbytes": _bitsandbytes,
+    "mxfp4": _mxfp4,
 }

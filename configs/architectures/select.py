@@ -22,6 +22,7 @@ from configs.architectures.base import (
 )
 from configs.architectures.quantisation import parse_quantisation
 from configs.architectures.rope import RotaryArchitecture
+from configs.quantisation import WeightFormat
 from configs.wire.sampling import Pooling
 from configs.wire.tasks import ModelTask, TaskKind
 
@@ -90,6 +91,8 @@ def parse_architecture(config: Mapping[str, Any]) -> ModelArchitecture:
         refuse_quantised(config)
     if quantisation is None:
         return found
+    if quantisation.format is WeightFormat.MXFP4 and config.get("model_type") != "gpt_oss":
+        raise ArchitectureError("quantization_config (mxfp4): gpt-oss alone is served so")
     return found.model_copy(update={"quantisation": quantisation})
 
 

@@ -131,7 +131,7 @@ class BlocksOfDummies:
 
 def format_of_dummies(stored: Quantisation | None, quantize: Quantize) -> LinearFormat | None:
     """`linear_format` of random weights, which are rounded as the checkpoint's would be."""
-    if stored is None:
+    if stored is None or stored.format is WeightFormat.MXFP4:
         return linear_format(None, quantize)
     made: dict[WeightFormat, Callable[[], LinearFormat]] = {
         WeightFormat.FP8: Fp8AtLoad,
@@ -154,7 +154,8 @@ def linear_format(stored: Quantisation | None, quantize: Quantize) -> LinearForm
             f"model.quantize: {quantize.value}: the checkpoint is quantised already "
             f"({stored.method}), which is read from its config.json: set quantize to none"
         )
-    return StoredFormat(stored)
+    # Experts say by themselves that they are stored so; linear maps stay as they are.
+    return None if stored.format is WeightFormat.MXFP4 else StoredFormat(stored)
 
 
 def _largest(weights: Weights, parts: Sequence[LinearPart], matrix: Tensor) -> Tensor:

@@ -36,6 +36,7 @@ from modeling.models.generic.routed_projections import (
     routers,
 )
 from modeling.models.generic.step import CurrentStep
+from modeling.models.generic.stored_experts import has_stored
 from sharding.group import TensorParallel
 from sharding.slicing import spread_experts
 
@@ -178,7 +179,8 @@ def _experts_adapted(
 ) -> Tensor:
     """[tokens, hidden] to the same shape; top_k_index, top_k_weights: [tokens, experts of one]."""
     module, groups = layer.module, step.routed
-    if not groups and not layer.is_spread and has_aligned_sides(module.down_proj):
+    is_plain = not groups and not layer.is_spread and not has_stored(module)
+    if is_plain and has_aligned_sides(module.down_proj):
         return plain(hidden_states, top_k_index, top_k_weights)
     ids, count, active = layer.local(top_k_index), len(layer.own), top_k_index.shape[1]
     pairs = RoutedPairs.of(ids.flatten(), count)

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from modeling.models.generic.cuts import CutPlan
 from modeling.models.generic.names import SourceNames
+from modeling.models.generic.stored_experts import is_stored, keep_stored, read_stored
 from sharding.group import TensorParallel
 from sharding.loader import Weights
 from sharding.slicing import Segments, whole
@@ -58,6 +59,10 @@ class _Reader:
         is_cut = own is not None
         for name, parameter in list(module.named_parameters(recurse=False)):
             full, shape = f"{path}.{name}", tuple(parameter.shape)
+            if is_stored(self._weights, full):
+                rows = None if own is None else ((own.start, own.stop),)
+                keep_stored(module, name, read_stored(self._weights, full, shape, rows))
+                continue
             if own is not None and shape[:1] == (getattr(module, "num_experts", None),):
                 tensor = self._read_own(full, shape, own)
             else:
