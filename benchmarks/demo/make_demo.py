@@ -20,6 +20,7 @@ from peft import LoraConfig, PeftModelForCausalLM
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from benchmarks.demo.heads import save_heads, train_heads
 from benchmarks.demo.prompts import (
     BOS,
     END,
@@ -40,6 +41,7 @@ SEED: Final = 20
 BATCH: Final = 32
 BASE_STEPS: Final = 1400
 ADAPTER_STEPS: Final = 500
+HEAD_STEPS: Final = 1000
 BASE_RATE: Final = 3e-3
 ADAPTER_RATE: Final = 4e-3
 MIN_MARGIN: Final = 0.5
@@ -272,6 +274,24 @@ def make_adapter(
     save_adapter(model, folder / "adapters" / name)
 
 
+def make_heads(tokenizer: PreTrainedTokenizerFast, facts: Sequence[Fact], folder: Path) -> None:
+    """Train heads that guess for the base model and its adapters as they were saved, and save."""
+    print("heads", flush=True)
+    models = {name: load_model(folder, name) for name in STYLES}
+    sources = {name: training_batches(tokenizer, facts, name, HEAD_STEPS, SEED) for name in STYLES}
+
+    def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for step in range(HEAD_STEPS):
+            name = list(STYLES)[step % len(STYLES)]
+            ids, labels = next(sources[name])
+            with torch.no_grad():
+                out = models[name](input_ids=ids, use_cache=False, output_hidden_states=True)
+            yield out.hidden_states[-1], labels
+
+    head = load_base(folder).lm_head.weight
+    save_heads(train_heads(head, batches(), HEAD_STEPS), folder / "heads")
+
+
 @torch.inference_mode()
 def grade(
     model: Model, style: str, tokenizer: PreTrainedTokenizerFast, facts: Sequence[Fact]
@@ -366,6 +386,7 @@ def main() -> int:
     make_base(tokenizer, facts, options.out)
     for name in ADAPTERS:
         make_adapter(name, tokenizer, facts, options.out)
+    make_heads(tokenizer, facts, options.out)
     good = check(options.out)
     print(f"made in {time.monotonic() - started:.0f} s: {'good' if good else 'NOT GOOD ENOUGH'}")
     return 0 if good else 1

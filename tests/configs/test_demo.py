@@ -74,6 +74,10 @@ def greedy_ids(name: str, prompt: torch.Tensor) -> list[int]:
     return [int(token) for token in ids[0, prompt.shape[1] :]]
 
 
+def test_the_heads_are_small() -> None:
+    assert sum(path.stat().st_size for path in (DEMO / "heads").iterdir()) < 1_000_000
+
+
 def test_the_folder_is_small() -> None:
     files = [
         path

@@ -76,7 +76,7 @@ async def together(url: str) -> list[list[str]]:
 
 def engine_url(**changes: object) -> Any:
     limits = {"max_total_tokens": 160, "max_step_tokens": 24, "max_running": 16}
-    config = demo_config(limits=limits, **changes)
+    config = demo_config(**{"limits": limits, "speculation": {"kind": "none"}, **changes})
     return served(demo_app(config, IngressSettings(default_source=AdapterSource.LOCAL)))
 
 
