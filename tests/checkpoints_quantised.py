@@ -15,7 +15,7 @@ from compressed_tensors.quantization import (
     preset_name_to_scheme,
 )
 from compressed_tensors.quantization.utils import calculate_qparams
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
@@ -87,7 +87,10 @@ def _calibrate(module: nn.Module, scheme: QuantizationScheme) -> None:
 
 
 def write_fp8_blocks(folder: Path, dense: Path, block: tuple[int, int]) -> dict[str, Tensor]:
-    """Write a model as transformers stores fp8 in blocks; returns the weights as it reads them."""
+    """Write a model as transformers stores fp8 in blocks; returns the weights as it reads them.
+
+    Names are those of the dense checkpoint.
+    """
     settings = {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
@@ -98,8 +101,7 @@ def write_fp8_blocks(folder: Path, dense: Path, block: tuple[int, int]) -> dict[
     how = SimpleNamespace(
         quantization_config=SimpleNamespace(weight_block_size=block, scale_fmt="float")
     )
-    model = load_oracle(dense)
-    stored: dict[str, Tensor] = dict(model.state_dict())
+    stored = load_file(dense / "model.safetensors")
     numbers: dict[str, Tensor] = {}
     for name in [name for name in stored if name.endswith("_proj.weight")]:
         made = quantise(how).convert({name: stored.pop(name)})

@@ -24,7 +24,7 @@ from modeling.adapters.whole_linears import whole_projections
 from modeling.attention.kv_cache import FP8, CacheScales
 from modeling.attention.scales import stored_scales
 from modeling.models.base import PagedModel
-from modeling.models.generic.stored_experts import Mxfp4Matrices
+from modeling.models.generic.stored_experts import StoredMatrices
 from modeling.models.medusa import MedusaHeads, load_heads
 from modeling.models.select import build_model
 from modeling.quantisation.formats import format_of_dummies, linear_format
@@ -165,7 +165,7 @@ def bytes_by_form(model: nn.Module) -> dict[str, int]:
     forms: dict[str, int] = {}
     inside: set[int] = set()
     for module in model.modules():
-        if isinstance(module, LinearWeight | Mxfp4Matrices):
+        if isinstance(module, LinearWeight | StoredMatrices):
             own = [p for p in module.parameters() if id(p) not in inside]
             inside.update(map(id, own))
             if own:

@@ -36,7 +36,7 @@ from modeling.models.generic.routed_projections import (
     routers,
 )
 from modeling.models.generic.step import CurrentStep
-from modeling.models.generic.stored_experts import has_stored
+from modeling.models.generic.stored_experts import has_stored, inputs_of
 from sharding.group import TensorParallel
 from sharding.slicing import spread_experts
 
@@ -190,7 +190,7 @@ def _experts_adapted(
     def product(x: Tensor, parameter: str, which: str) -> Tensor:
         weight = getattr(module, parameter)
         weight = weight if module.is_transposed else weight.transpose(1, 2)
-        y = grouped_product(x, weight, pairs.ends)
+        y = grouped_product(inputs_of(module, parameter, x), weight, pairs.ends)
         if module.has_bias:
             y += getattr(module, f"{parameter}_bias")[of_pairs.clamp(max=count - 1)]
         for adapter in adapters:

@@ -22,6 +22,7 @@ from transformers.core_model_loading import (
 )
 
 from configs.architectures.base import ArchitectureError
+from modeling.quantisation.stored_fp8 import SCALES
 from sharding.loader import Weights
 from sharding.slicing import Segments, width
 
@@ -50,7 +51,7 @@ class StackedExperts:
         made = weights.empty(len(experts), width(rows), width(columns))
         start = 0
         for part in sorted(self.parts):
-            own = _within(rows, part * each, each)
+            own = within(rows, part * each, each)
             stop = start + width(own)
             names = self.parts[part]
             for index, expert in enumerate(experts):
@@ -87,6 +88,9 @@ class SourceNames:
             target, _ = renaming.rename_source_key(target)
         for converter in self._converters:
             final, pattern = converter.rename_source_key(target)
+            if pattern is not None and name.endswith(SCALES):
+                # Read beside the matrix that it belongs to.
+                return
             if pattern is not None:
                 _check(converter)
                 part = converter.source_patterns.index(pattern)
@@ -113,7 +117,7 @@ def _check(converter: Any) -> None:
             )
 
 
-def _within(segments: Segments, start: int, size: int) -> Segments:
-    """The segments' indices of start .. start + size - 1, counted from start."""
+def within(segments: Segments, start: int, size: int) -> Segments:
+    """Return the segments' indices of start .. start + size - 1, counted from start."""
     cut = ((max(a, start) - start, min(b, start + size) - start) for a, b in segments)
     return tuple((a, b) for a, b in cut if a < b)

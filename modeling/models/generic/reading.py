@@ -11,7 +11,13 @@ from transformers import PreTrainedModel
 
 from modeling.models.generic.cuts import CutPlan
 from modeling.models.generic.names import SourceNames
-from modeling.models.generic.stored_experts import is_stored, keep_stored, read_stored
+from modeling.models.generic.stored_experts import (
+    LinearMatrices,
+    is_stored,
+    keep_stored,
+    read_linears,
+    read_stored,
+)
 from sharding.group import TensorParallel
 from sharding.loader import Weights
 from sharding.slicing import Segments, whole
@@ -63,6 +69,11 @@ class _Reader:
                 rows = None if own is None else ((own.start, own.stop),)
                 keep_stored(module, name, read_stored(self._weights, full, shape, rows))
                 continue
+            linears = self._linears(full, shape, own)
+            if linears is not None:
+                keep_stored(module, name, linears)
+                is_cut |= self._plan.experts(full, shape) is not None
+                continue
             if own is not None and shape[:1] == (getattr(module, "num_experts", None),):
                 tensor = self._read_own(full, shape, own)
             else:
@@ -72,6 +83,17 @@ class _Reader:
             setattr(module, name, nn.Parameter(tensor, requires_grad=False))
         if is_cut:
             module.register_forward_hook(partial(_summed, self._weights.group))
+
+    def _linears(
+        self, name: str, shape: tuple[int, ...], own: range | None
+    ) -> LinearMatrices | None:
+        """Read matrices of experts that are quantised as linear maps are; None for others."""
+        stacked = self._names.stacked(name)
+        if stacked is None or len(shape) != 3:
+            return None
+        cut = None if own is not None else self._plan.experts(name, shape)
+        rows, columns = cut or (whole(shape[1]), whole(shape[2]))
+        return read_linears(self._weights, stacked, shape, rows, columns, own)
 
     def buffers(self, path: str, module: nn.Module) -> None:
         """Read the buffers that checkpoints hold, and move all."""

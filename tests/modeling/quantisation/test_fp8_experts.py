@@ -1,0 +1,129 @@
+"""Mixtures of experts in fp8 blocks, as they are published, beside transformers over the numbers.
+
+The oracle rounds what enters each quantised map by the formula of the format.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from configs.architectures.base import ArchitectureError
+from modeling.models.generic import reading
+from modeling.models.generic.stored_experts import read_linears
+from modeling.runner.loading import load_model
+from sharding.group import LoneRank, SingleRank
+from sharding.loader import Weights
+from tests.checkpoints import load_oracle, write_adapter
+from tests.checkpoints_experts import EXPERT_ADAPTERS
+from tests.checkpoints_generic import write_generic
+from tests.checkpoints_quantised import write_fp8_blocks
+from tests.modeling.parity import engine_config
+from tests.modeling.quantisation.quantised import compare
+
+# PEFT looks for patterns of parameters among modules, and warns that it found none.
+pytestmark = pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")
+
+GROUP = 4
+"""Inputs of a block: cuts of two ranks lie between them."""
+
+
+def rounded(x: Tensor) -> Tensor:
+    """Round x [..., in] to fp8 with a scale for each group of a token's inputs."""
+    parts = x.view(*x.shape[:-1], -1, GROUP)
+    scales = parts.abs().amax(-1, keepdim=True) / 448
+    scales = torch.where(scales == 0, torch.ones(()), scales)
+    found: Tensor = (parts / scales).to(torch.float8_e4m3fn).float() * scales
+    return found.flatten(-2)
+
+
+class RoundedProducts(TorchFunctionMode):
+    """Rounds what enters the products of experts, but not what enters an adapter's.
+
+    bases: the matrices without an adapter, [experts, out, in].
+    """
+
+    def __init__(self, bases: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._bases = {base.shape[1:]: base for base in bases}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is not F.linear:
+            return func(*args, **(kwargs or {}))
+        # PEFT adds an adapter to the matrix: the nearest base is the one that it was added to.
+        x, matrix = args
+        bases = self._bases[matrix.shape]
+        base = bases[int((bases - matrix).flatten(1).norm(dim=1).argmin())]
+        return rounded(x) @ base.t() + x @ (matrix - base).t()
+
+
+def forward_rounded(bases: Sequence[Tensor], forward: Any, *args: Any, **options: Any) -> Any:
+    with RoundedProducts(bases):
+        return forward(*args, **options)
+
+
+def rounding_oracle(numbers: Path, quantised: set[str]) -> Any:
+    """transformers' model of the numbers, whose quantised maps and experts round their inputs."""
+    model = load_oracle(numbers)
+    model.set_experts_implementation("eager")
+    for name, module in model.named_modules():
+        if name.endswith(".experts"):
+            bases = [each.detach().clone() for each in (module.gate_up_proj, module.down_proj)]
+            module.forward = partial(forward_rounded, bases, module.forward)
+        elif isinstance(module, nn.Linear) and f"{name}.weight" in quantised:
+            module.register_forward_pre_hook(lambda _, given: (rounded(given[0]),))
+    return model
+
+
+@pytest.fixture(scope="module", params=["qwen3_moe", "deepseek_v3"])
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("fp8-experts")
+    dense = write_generic(root / "dense", request.param)
+    numbers = write_fp8_blocks(root / "stored", dense, (GROUP, GROUP))
+    assert any(".experts." in name for name in numbers)
+    (root / "numbers").mkdir()
+    (root / "numbers" / "config.json").write_bytes((dense / "config.json").read_bytes())
+    tensors = load_file(dense / "model.safetensors") | numbers
+    save_file(tensors, root / "numbers" / "model.safetensors", {"format": "pt"})
+    (root / "quantised").write_text("\n".join(numbers))
+    for name in ("r8", "parameters"):
+        write_adapter(root / name, dense, EXPERT_ADAPTERS[name])
+    return root
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_tokens_with_adapters_of_experts(made: Path, ranks: int) -> None:
+    oracle = rounding_oracle(made / "numbers", set((made / "quantised").read_text().split()))
+    compare(made / "stored", [made / "r8", made / "parameters"], oracle, ranks)
+
+
+def test_a_rank_with_whole_experts_keeps_its_own(made: Path) -> None:
+    config = engine_config(made / "stored", expert_parallel=True)
+    loaded = load_model(config, LoneRank(1, 2), torch.device("cpu"))
+    model: Any = loaded.model
+    wanted: Any = load_oracle(made / "numbers")
+    for name, whole in wanted.named_modules():
+        if name.endswith(".experts"):
+            own, half = model.causal.get_submodule(name), whole.num_experts // 2
+            assert torch.equal(own.down_proj, whole.down_proj[half:])
+            assert torch.equal(own.gate_up_proj, whole.gate_up_proj[half:])
+    assert loaded.weight_forms["fp8 in blocks"] > 0
+
+
+def test_gpus_refuse_them(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def on_gpu(weights: Weights, *rest: Any) -> Any:
+        weights.device = torch.device("cuda")
+        return read_linears(weights, *rest)
+
+    monkeypatch.setattr(reading, "read_linears", on_gpu)
+    with pytest.raises(ArchitectureError, match="in fp8 are served on CPUs alone"):
+        load_model(engine_config(made / "stored"), SingleRank(), torch.device("cpu"))
