@@ -2,11 +2,13 @@
 
 One rank's runner under the real scheduler, in one process: random base weights with a head of
 zeros, so that each answer is token 0 and repeats itself: the easiest text to look up. Of the
-drafts found so, a share is made wrong on purpose. Each case is run with and without drafts, by
-turns. It needs one GPU, or `--device cpu` with `--layers 1`.
+drafts found so, a share is made wrong on purpose. With `--heads`, Medusa heads of zeros guess it
+instead, at their full cost, and as many of their guesses are made wrong. Each case is run with and
+without drafts, by turns. It needs one GPU, or `--device cpu` with `--layers 1`.
 """
 
 import argparse
+import json
 import random
 import statistics
 import sys
@@ -19,6 +21,8 @@ from tempfile import TemporaryDirectory
 from typing import cast
 
 import torch
+from msgspec.structs import replace as with_fields
+from safetensors.torch import save_file
 from torch import nn
 
 from benchmarks.workload import SHAPES, write_model
@@ -33,7 +37,7 @@ from configs.engine import (
     SpeculationKind,
 )
 from configs.model import LoadFormat, ModelConfig
-from configs.wire.plan import StepPlan
+from configs.wire.plan import StepPlan, StepResult
 from configs.wire.sampling import Sampling, Stopping
 from deployments.rank.host import capacity_of
 from deployments.rank.worker import step_result
@@ -89,8 +93,10 @@ class KnownText(Drafter):
 class Serving:
     """A runner under a scheduler, two plans in flight, as a driver and its rank have it."""
 
-    def __init__(self, runner: ModelRunner, limits: Limits) -> None:
+    def __init__(self, runner: ModelRunner, limits: Limits, right: float = 1.0) -> None:
+        """right: the share of heads' guesses that stay right."""
         self._runner = runner
+        self._right, self._random = right, random.Random(1)
         self._scheduler = Scheduler(limits, capacity_of(runner.report))
         self._flying: deque[tuple[StepPlan, StepOutput]] = deque()
         self.num_steps = 0
@@ -123,16 +129,39 @@ class Serving:
         while not done():
             plan = self._scheduler.schedule(time.monotonic())
             if not plan.empty:
-                output = self._runner.step(ForwardBatch(plan.joins, plan.rows))
+                output = self._runner.step(ForwardBatch(plan.joins, plan.rows, plan.guesses))
                 self._flying.append((plan, output))
                 self.num_steps += 1
             if self._flying and (plan.empty or len(self._flying) == 2):
                 oldest, launched = self._flying.popleft()
-                result = step_result(oldest, launched.wait(), 0.0)
+                result = self._spoiled(step_result(oldest, launched.wait(), 0.0))
                 self._scheduler.apply(oldest, result, time.monotonic())
                 length = max((len(row.drafts) for row in oldest.rows), default=0)
                 self._seconds[length].append(time.perf_counter() - self._landed)
                 self._landed = time.perf_counter()
+
+    def _spoiled(self, result: StepResult) -> StepResult:
+        """The result with some of its guesses made wrong."""
+        if result.guesses is None:
+            return result
+        guesses = [
+            [t if self._random.random() < self._right else t + 1 for t in row]
+            for row in result.guesses
+        ]
+        return with_fields(result, guesses=guesses)
+
+
+def write_heads(folder: Path, width: int, count: int) -> Path:
+    """Write Medusa heads of version 2, all zeros, and return their folder."""
+    folder.mkdir()
+    tensors = {}
+    for k in range(count):
+        tensors[f"{k}.0.linear.weight"] = torch.zeros(width, width, dtype=torch.bfloat16)
+        tensors[f"{k}.0.linear.bias"] = torch.zeros(width, dtype=torch.bfloat16)
+    save_file(tensors, folder / "medusa_lm_head.safetensors")
+    config = {"medusa_num_heads": count, "medusa_num_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
 
 
 def make_runner(
@@ -141,6 +170,11 @@ def make_runner(
     """Return a runner with a head of zeros, and what gives it the head's weights."""
     write_model(folder, options.shape, layers=options.layers)
     rows = max(options.rows)
+    guessing: dict[str, object] = {"kind": SpeculationKind.PROMPT_LOOKUP}
+    if options.heads:
+        width = json.loads((folder / "config.json").read_text())["hidden_size"]
+        named = str(write_heads(folder / "heads", width, options.heads))
+        guessing = {"kind": SpeculationKind.MEDUSA, "model": named}
     total, step = PROMPT + options.tokens, min(rows, PROMPTS_AT_ONCE) * PROMPT
     config = EngineConfig(
         model=ModelConfig(id=str(folder), load_format=LoadFormat.DUMMY),
@@ -149,8 +183,8 @@ def make_runner(
         # Prompts are not timed.
         cuda_graphs=CudaGraphs.DECODE,
         limits=LimitsConfig(max_running=rows, max_step_tokens=step, max_total_tokens=total),
-        speculation=SpeculationConfig(
-            kind=SpeculationKind.PROMPT_LOOKUP, max_tokens=options.drafts, max_running=rows
+        speculation=SpeculationConfig.model_validate(
+            {**guessing, "max_tokens": options.drafts, "max_running": rows}
         ),
         cache=CacheConfig(num_blocks=rows * (total // 16 + 2), prefix_caching=False),
     )
@@ -182,7 +216,7 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
             steps, lengths = {}, {}
             for _ in range(options.turns):
                 for name, used in (("without", limits), ("with", drafting)):
-                    serving = Serving(runner, used)
+                    serving = Serving(runner, used, right)
                     drafters = [GuessingDrafter(right, index) for index in range(rows)]
                     seconds = serving.answer(options.tokens, drafters)
                     rates[name].append(rows * options.tokens / seconds)
@@ -199,6 +233,8 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
             print(f"{'':9} ms of a step, by the length of its drafts: {costs}", flush=True)
 
     restore_head()
+    if options.heads:
+        return
     compare(runner, limits, drafting, options.tokens)
 
 
@@ -237,6 +273,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--attention", choices=[str(a) for a in AttentionKind], default="auto")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--right", type=float, nargs="+", default=[1.0, 0.7, 0.0])
+    parser.add_argument("--heads", type=int, default=0, help="Medusa heads that guess; 0: none")
     parser.add_argument("--drafts", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--turns", type=int, default=3)

@@ -39,8 +39,11 @@ COLUMNS = 4
 """Of a step: where its ids are, positions, targets, sampling tokens. Each group's slots follow."""
 
 Forward = Callable[[StepTensors, StepPlans, AdapterData | None], Tensor]
-"""From a step's tensors, planned attention and adapters to logits [sampling rows, vocab]."""
+"""From a step's tensors, planned attention and adapters to hidden states."""
 
+HeadForward = Callable[[StepTensors, StepPlans, AdapterData | None], tuple[Tensor, Tensor | None]]
+"""From the same to logits [samples, vocab], and to the states [samples, width] that they are of,
+where heads read those."""
 
 Record = Callable[[Callable[[], None]], Callable[[], None]]
 """From a computation on fixed addresses to its replay."""
@@ -61,16 +64,17 @@ def size_for(sizes: Sequence[int], num_rows: int) -> int | None:
 class GraphParts:
     """What captured steps are made of.
 
-    forward: from a step's tensors to logits [sampling rows, vocab].
+    forward: from a step's tensors to logits and states.
     backends: the attention of each KV group.
     state: the batch slots that steps read and write.
     dummy_block: a cache block that no request owns.
     vocab_size, dtype: of the logits.
     adapters: None where steps with adapters are not captured.
     queries: tokens that each row has room for; more than 1 in steps that check drafts.
+    width: of the states; 0 where no heads read them.
     """
 
-    forward: Forward
+    forward: HeadForward
     backends: Sequence[AttentionBackend]
     state: InputBatch
     dummy_block: int
@@ -78,6 +82,7 @@ class GraphParts:
     dtype: torch.dtype
     adapters: AdapterStepPlan | None
     queries: int = 1
+    width: int = 0
 
 
 @dataclass(frozen=True)
@@ -89,12 +94,14 @@ class GraphOutput:
     targets: int64 [s], as in StepLayout.
     written: whether the tokens are in the token buffer already. Not where drafts are: a sample
     behind them may look at them.
+    states: [s, width], from which the logits are made; None where no heads read them.
     """
 
     tokens: Tensor
     logits: Tensor
     targets: Tensor
     written: bool
+    states: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -255,17 +262,19 @@ class GraphRecorder:
 class StepOutputs(NamedTuple):
     """Where graphs write: outputs of their own could not share memory with those of others.
 
-    logits: [samples, vocab]. tokens: int64 [samples].
+    logits: [samples, vocab]. tokens: int64 [samples]. states: [samples, width].
     """
 
     logits: Tensor
     tokens: Tensor
+    states: Tensor
 
     @classmethod
     def of(cls, parts: GraphParts, samples: int, device: torch.device) -> "StepOutputs":
         """Allocate for so many samples."""
         logits = torch.empty(samples, parts.vocab_size, dtype=parts.dtype, device=device)
-        return cls(logits, torch.zeros(samples, dtype=torch.int64, device=device))
+        states = torch.empty(samples, parts.width, dtype=parts.dtype, device=device)
+        return cls(logits, torch.zeros(samples, dtype=torch.int64, device=device), states)
 
 
 class DecodeGraphs:
@@ -286,7 +295,7 @@ class DecodeGraphs:
         self._parts = parts
         self._fused = fused_ops(device)
         self._staging = TransferBuffer(max(step_bytes(parts, size) for size in self.sizes), device)
-        self._logits, self._tokens = outputs or StepOutputs.of(parts, most, device)
+        self._outputs = outputs or StepOutputs.of(parts, most, device)
         self._record = record
         self._steps: dict[int, PaddedStep] = {}
         self._replays: dict[tuple[int, bool], Callable[[], None]] = {}
@@ -319,8 +328,9 @@ class DecodeGraphs:
         step, samples = self._steps[size], len(layout.targets)
         self._copy_inputs(step, layout, with_adapters)
         self._replays[size, with_adapters]()
-        tokens, logits = self._tokens[:samples], self._logits[:samples]
-        return GraphOutput(tokens, logits, step.targets[:samples], self.queries == 1)
+        logits, tokens, states = (each[:samples] for each in self._outputs)
+        own = states if self._parts.width else None
+        return GraphOutput(tokens, logits, step.targets[:samples], self.queries == 1, own)
 
     def _has_form(self, layout: StepLayout) -> bool:
         """Whether each token samples, and each row fits into its room, in one piece."""
@@ -344,9 +354,11 @@ class DecodeGraphs:
     def _compute(self, step: PaddedStep, adapters: AdapterData | None) -> None:
         """Compute what a graph captures: from the token buffer to its outputs, and back."""
         state = self._parts.state
-        logits = self._parts.forward(step.tensors(state.tokens), step.plans(), adapters)
+        logits, states = self._parts.forward(step.tensors(state.tokens), step.plans(), adapters)
         tokens = self._fused.best(logits) if self._fused else logits.argmax(dim=-1)
-        self._logits[: step.tokens].copy_(logits)
-        self._tokens[: step.tokens].copy_(tokens)
+        self._outputs.logits[: step.tokens].copy_(logits)
+        self._outputs.tokens[: step.tokens].copy_(tokens)
+        if states is not None:
+            self._outputs.states[: step.tokens].copy_(states)
         if self.queries == 1:
             state.write(step.targets, tokens)

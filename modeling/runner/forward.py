@@ -38,6 +38,19 @@ class PagedForward:
         """Return the logits [sampling rows, vocab]."""
         return self._run(tensors, attention, adapters, tensors.last_tokens)
 
+    def logits_and_states(
+        self, tensors: StepTensors, attention: StepPlans, adapters: AdapterData | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the logits, and what the head read for them, [sampling rows, width]."""
+        states = self.hidden(tensors, attention, adapters)[tensors.last_tokens]
+        return self.model.head(states, adapters), states
+
+    def logits_alone(
+        self, tensors: StepTensors, attention: StepPlans, adapters: AdapterData | None
+    ) -> tuple[Tensor, None]:
+        """Return the logits, and no states."""
+        return self.logits(tensors, attention, adapters), None
+
     def hidden(
         self, tensors: StepTensors, attention: StepPlans, adapters: AdapterData | None
     ) -> Tensor:

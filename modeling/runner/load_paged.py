@@ -238,8 +238,10 @@ class LoadedPaged(LoadedRunner):
 
     def _capture(self, buffers: StepBuffers, sizes: GraphSizes, dummy_block: int) -> StepGraphs:
         model = self.parts.weights.model
+        forward, has_heads = buffers.forward, self.parts.heads is not None
         parts = GraphParts(
-            forward=buffers.forward.logits,
+            forward=forward.logits_and_states if has_heads else forward.logits_alone,
+            width=model.width if has_heads else 0,
             backends=self.parts.backends,
             state=buffers.input_batch,
             dummy_block=dummy_block,
@@ -248,7 +250,7 @@ class LoadedPaged(LoadedRunner):
             adapters=self.parts.adapter_plan,
         )
         checking = self._checking() if sizes.checked else ()
-        return capture(parts, sizes, self.parts.device, buffers.forward.hidden, checking)
+        return capture(parts, sizes, self.parts.device, forward.hidden, checking)
 
     def _warm_up(self, runner: ModelRunner, dummy_block: int) -> None:
         """Run steps for every kernel, all of them in the dummy block."""

@@ -129,12 +129,12 @@ class ModelRunner(BaseRunner):
             # No adapter that this step reads is overwritten before the device is past the step.
             with self._bank.in_use(layout.adapter_slots):
                 before = self.num_captured
-                guessing = bool(batch.guesses and layout.targets.size and self._guesser)
-                is_launched = bool(layout.prompt_rows) or guessing
-                sampled, scores = None if is_launched else self._replay(layout), None
-                hidden = None
-                if sampled is None:
+                found, scores = None if layout.prompt_rows else self._replay(layout), None
+                if found is None:
+                    guessing = batch.guesses > 0 and self._guesser is not None
                     sampled, scores, hidden = self._compute(layout, guessing)
+                else:
+                    sampled, hidden = found
                 guessed = self._guess(batch, layout, hidden, sampled)
             captured = self.num_captured > before
             self._clamp_watch.stepped()
@@ -156,8 +156,11 @@ class ModelRunner(BaseRunner):
                 logger.warning("%d steps stay uncaptured: %s", self.num_unrecorded, error)
                 self._graphs.forget_unrecorded()
 
-    def _replay(self, layout: StepLayout) -> SampledStep | None:
-        """Run a captured step of rows that sample at each token; None when none serves it."""
+    def _replay(self, layout: StepLayout) -> tuple[SampledStep, Tensor | None] | None:
+        """Run a captured step of rows that sample at each token; None when none serves it.
+
+        Returns also what the head read, where heads read it too.
+        """
         if self._decode_graphs is None or self._replaces(layout.adapter_slots):
             return None
         # With the least room first.
@@ -170,10 +173,10 @@ class ModelRunner(BaseRunner):
         if params.plain:
             if not output.written:
                 self._input_batch.write(output.targets, output.tokens)
-            return SampledStep(output.tokens, None)
+            return SampledStep(output.tokens, None), output.states
         sampled = sample_tokens(output.logits, params)
         self._input_batch.sampled(layout, output.targets, sampled.tokens)
-        return sampled
+        return sampled, output.states
 
     def _compute(
         self, layout: StepLayout, guessing: bool

@@ -29,6 +29,7 @@ from sharding.group import SingleRank, TensorParallel
 from tests import medusa
 from tests.checkpoints import LLAMA, load_oracle
 from tests.modeling.parity import FAMILIES, World, engine_config
+from tests.modeling.runner.test_cuda_graphs import capture_on_cpu
 from tests.modeling.scheduled import Ranks, generate_scheduled
 from tests.modeling.stepping import Answer
 from tests.modeling.test_parity_speculation import NUM_TOKENS, REQUESTS
@@ -63,12 +64,19 @@ def answers(
     adapters: Sequence[Path],
     num_drafts: int,
     lost_at: int | None,
+    captured: bool,
     group: TensorParallel,
 ) -> tuple[list[Answer], WatchedRanks]:
     """What all requests get, and the ranks that it was generated on."""
 
     def start() -> ModelRunner:
-        return load_paged(config, group, CPU).allocate()
+        runner = load_paged(config, group, CPU).allocate()
+        if captured and num_drafts:
+            runner._decode_graphs, *checked = [
+                capture_on_cpu(runner, queries=queries) for queries in (1, 3, 5)
+            ]
+            runner._checked_graphs = tuple(checked)
+        return runner
 
     run = WatchedRanks(start, adapters, 7, group, num_drafts)
     return generate_scheduled(run, REQUESTS, lost_at), run
@@ -105,14 +113,14 @@ def with_heads(model: Path, folder: Path, of_adapters: int = 0) -> EngineConfig:
 
 
 @pytest.mark.parametrize(
-    ("family", "variant", "ranks", "own", "layers", "lost_at", "brings"),
+    ("family", "variant", "ranks", "own", "layers", "lost_at", "brings", "captured"),
     [
-        ("llama", "gqa", 1, True, 1, 12, True),
-        ("llama", "gqa", 1, False, 1, None, False),
-        ("llama", "gqa", 2, True, 2, None, False),
-        ("llama", "gqa", 2, False, 1, None, True),
-        ("gpt2", "plain", 4, True, 1, None, False),
-        ("gpt_neox", "parallel", 1, False, 1, None, False),
+        ("llama", "gqa", 1, True, 1, 12, True, True),
+        ("llama", "gqa", 1, False, 1, None, False, False),
+        ("llama", "gqa", 2, True, 2, None, False, False),
+        ("llama", "gqa", 2, False, 1, None, True, False),
+        ("gpt2", "plain", 4, True, 1, None, False, False),
+        ("gpt_neox", "parallel", 1, False, 1, None, False, False),
     ],
 )
 def test_heads_guess_as_in_plain_torch_and_change_no_token(
@@ -126,13 +134,15 @@ def test_heads_guess_as_in_plain_torch_and_change_no_token(
     layers: int,
     lost_at: int | None,
     brings: bool,
+    captured: bool,
 ) -> None:
     """Greedy and sampled, over adapters and without, in chunks, with a prefix of others.
 
-    own: of version 1. brings: an adapter has heads of its own.
+    own: of version 1. brings: an adapter has heads of its own. captured: steps are replays where
+    they have no prompts.
     """
     monkeypatch.setattr(speculation, "MARGIN", 0.0)
-    compare(world, tmp_path, (family, variant), ranks, own, layers, lost_at, brings)
+    compare(world, tmp_path, (family, variant), ranks, own, layers, lost_at, brings, captured)
 
 
 def compare(
@@ -144,10 +154,13 @@ def compare(
     layers: int,
     lost_at: int | None,
     brings: bool,
+    captured: bool,
 ) -> None:
     """Train heads and compare; folder: where to write them. named: family and variant."""
     model, adapters = world.model(*named), adapters_of(world, *named, folder)
-    [(plain, _)] = run_in_memory(1, partial(answers, engine_config(model), adapters, 0, None))
+    [(plain, _)] = run_in_memory(
+        1, partial(answers, engine_config(model), adapters, 0, None, False)
+    )
     texts = [[*r.prompt, *a.tokens] for r, a in zip(REQUESTS, plain, strict=True)]
     states = states_of(model, adapters, texts)
     head = load_oracle(model).get_output_embeddings().weight.detach().float()
@@ -163,9 +176,12 @@ def compare(
             wanted[index] = others(states[index])
 
     config = with_heads(model, heads.write(folder / "heads"), int(brings))
-    for made, run in run_ranks(ranks, partial(answers, config, adapters, NUM_HEADS, lost_at)):
+    for made, run in run_ranks(
+        ranks, partial(answers, config, adapters, NUM_HEADS, lost_at, captured)
+    ):
         assert [one.tokens for one in made] == [one.tokens for one in plain]
         assert len(run.drafted) >= 20
+        assert (run.runner.num_captured > 5) == captured
         for index, at, drafts in run.drafted:
             # The state two positions before chose the token before the draft.
             logits = wanted[index][at - 2]
@@ -181,10 +197,12 @@ def test_heads_that_guess_wrong_change_no_token(
     """They are another model's: of random blocks."""
     monkeypatch.setattr(speculation, "MARGIN", 0.0)
     model, adapters = world.model("llama", "gqa"), adapters_of(world, "llama", "gqa", tmp_path)
-    [(plain, _)] = run_in_memory(1, partial(answers, engine_config(model), adapters, 0, None))
+    [(plain, _)] = run_in_memory(
+        1, partial(answers, engine_config(model), adapters, 0, None, False)
+    )
     heads = medusa.Heads(torch.randn(VOCAB, WIDTH), NUM_HEADS, own=True)
     config = with_heads(model, heads.write(tmp_path / "heads"))
-    [(made, run)] = run_in_memory(1, partial(answers, config, adapters, NUM_HEADS, None))
+    [(made, run)] = run_in_memory(1, partial(answers, config, adapters, NUM_HEADS, None, False))
     assert [one.tokens for one in made] == [one.tokens for one in plain]
     assert len(run.drafted) > 20
     assert sum(len(run.ended["r", index].skipped) for index in range(len(REQUESTS))) < 20
@@ -202,7 +220,7 @@ def test_faults_on_purpose_are_noticed(
     else:
         monkeypatch.setattr(guesses, "groups_of", lambda *_: [])
     with pytest.raises(AssertionError, match="guesses differ"):
-        compare(world, tmp_path, ("llama", "gqa"), 1, False, 1, None, True)
+        compare(world, tmp_path, ("llama", "gqa"), 1, False, 1, None, True, False)
 
 
 def write_heads(folder: Path, **config: Any) -> Path:

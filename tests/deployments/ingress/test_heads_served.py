@@ -39,7 +39,9 @@ def ask(url: str, question: str, style: str, **parameters: Any) -> dict[str, Any
 
 def answers(url: str, **parameters: Any) -> list[dict[str, Any]]:
     """All styles' answers to three questions, sent at once."""
-    wanted = [(url, question, style) for style in RECORDED for question in list(RECORDED[style])[:3]]
+    wanted = [
+        (url, question, style) for style in RECORDED for question in list(RECORDED[style])[:3]
+    ]
     with ThreadPoolExecutor(5) as threads:
         return list(threads.map(lambda each: ask(*each, **parameters), wanted))
 

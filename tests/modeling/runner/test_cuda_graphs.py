@@ -230,7 +230,7 @@ def make_parts() -> GraphParts:
     state = InputBatch(BatchSize(4, 40, 8), CPU)
     backend = CapturedSdpa(AttentionSpec(4, 2, 8, 1.0, 8, torch.float32, CPU))
 
-    def forward(*_: Any) -> Tensor:
+    def forward(*_: Any) -> tuple[Tensor, None]:
         raise AssertionError
 
     return GraphParts(forward, [backend], state, 77, 96, torch.float32, None)
@@ -331,9 +331,10 @@ def capture_on_cpu(runner: ModelRunner, sizes: int | None = None, queries: int =
     """
     page = runner.report.num_blocks
     runner._forward.cache[:] = allocate_blocks(runner._parts.cache, page + 1, CPU)
-    model = runner._forward.model
+    model, has_heads = runner._forward.model, runner._parts.heads is not None
     parts = GraphParts(
-        forward=runner._forward.logits,
+        forward=runner._forward.logits_and_states if has_heads else runner._forward.logits_alone,
+        width=model.width if has_heads else 0,
         backends=[CapturedSdpa(backend.spec) for backend in runner._backends],
         state=runner._input_batch,
         dummy_block=page,
