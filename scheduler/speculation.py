@@ -63,17 +63,21 @@ class Drafting:
             step.guesses = 0
             return drafts
         # Texts are searched, and guesses waited for, only if that could pay.
-        if not self._length(len(ready), [(each.drafter, most) for each in may], most):
-            step.guesses = 0
-            return drafts
-        if self._heads:
+        margin = MARGIN
+        if not self._length(len(ready), [(each.drafter, most) for each in may], most, margin):
+            step.guesses, margin = 0, 0.0
+            # Guesses that were waited for are used: that says what they are worth.
+            if not any(each.guesses for each in may):
+                return drafts
+        elif self._heads:
             late = [each for each in may if each.pending and each.is_guessed]
             if (len(waiting) + len(late)) * HOLD >= len(requests):
                 return _none_of(requests)
             drafts |= _none_of(late)
             ready, may = ([r for r in some if r.serial not in drafts] for some in (ready, may))
         found = [(each, self._found(each, most)) for each in may]
-        length = self._length(len(ready), [(r.drafter, len(draft)) for r, draft in found], most)
+        drafters = [(each.drafter, len(draft)) for each, draft in found]
+        length = self._length(len(ready), drafters, most, margin)
         step.draft_length, budget = length, step.budget - len(ready)
         for request, draft in found:
             if own := draft[: min(length, max(0, budget))]:
@@ -100,12 +104,15 @@ class Drafting:
         unknown = request.pending - len(request.drafts)
         return request.drafter.find(request.tokens, length + unknown, request.drafts)[unknown:]
 
-    def _length(self, rows: int, drafters: Sequence[tuple[Drafter, int]], most: int) -> int:
+    def _length(
+        self, rows: int, drafters: Sequence[tuple[Drafter, int]], most: int, margin: float
+    ) -> int:
         """The length that brings most tokens a second; 0 if none does.
 
-        drafters: of some of the rows, with the tokens that each has found.
+        drafters: of some of the rows, with the tokens that each has found. margin: tokens a second
+        must be so many times those without.
         """
-        best, rate = 0, MARGIN * rows / self.costs.of(rows, 0)
+        best, rate = 0, margin * rows / self.costs.of(rows, 0)
         for length in _lengths(most):
             tokens = rows + sum(each.expected(min(length, found)) for each, found in drafters)
             if tokens / self.costs.of(rows, length) > rate:

@@ -105,6 +105,21 @@ def test_heads_that_guess_wrong_are_turned_down() -> None:
     assert 0 < request.drafter.num_drafted < 12
 
 
+def test_guesses_that_were_waited_for_are_used_once() -> None:
+    """Though they would not pay any more: else what they are worth would not be learned."""
+    world = World()
+    request = world.add()
+    plan = world.plan()
+    for _ in range(9):
+        request.drafter.verified(4, 0)
+    world.apply(plan, [10], [[11, 12, 13]])
+    plan = world.plan()
+    assert [row.drafts[0] for row in plan.rows] == [11]
+    assert plan.guesses == 0, "no more are wanted"
+    world.apply(plan, [10] * plan.rows[0].num_samples, None)
+    assert [row.drafts for row in world.plan().rows] == [()]
+
+
 def test_guesses_of_a_preempted_request_are_forgotten() -> None:
     world = World()
     request = world.add()
