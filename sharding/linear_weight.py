@@ -33,19 +33,36 @@ class LinearPart:
 
 
 @dataclass(frozen=True)
+class OperandGroups:
+    """What inputs of codes of 4 bits share.
+
+    scales: [groups, out]. zeros: uint8 [groups, out]; None where `middle` is every zero point.
+    table: [16], what codes stand for; None where that is themselves. size: inputs of a group.
+    """
+
+    scales: Tensor
+    zeros: Tensor | None
+    table: Tensor | None
+    middle: int
+    size: int
+
+
+@dataclass(frozen=True)
 class Operands:
-    """What a launch reads that joins other work with a product of few tokens.
+    """What a product of few tokens reads, where a launch may join other work with it.
 
     x: [tokens, in].
     weight: [out, in].
     x_scales, scales: float32 [tokens, 1] and [out, 1], which the rows of both count by; None where
     they are numbers as they are.
+    groups: of codes of 4 bits, which are then the weight: uint8 [chunks, out, bytes].
     """
 
     x: Tensor
     weight: Tensor
     x_scales: Tensor | None = None
     scales: Tensor | None = None
+    groups: OperandGroups | None = None
 
 
 class LinearWeight(nn.Module, ABC):

@@ -1,5 +1,7 @@
 """Products with quantised weights on GPUs, by torch's library and by kernels of ours."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -7,7 +9,10 @@ from torch.nn.functional import ScalingType, scaled_mm
 
 from modeling.quantisation import triton, triton_integers, triton_product
 from modeling.quantisation.activations import BLOCK
+from modeling.quantisation.base import LEAST_CHUNK
+from modeling.triton_integer_tiles import CUTS
 from modeling.triton_tiles import FP8_CUTS, cut_of
+from sharding.linear_weight import Operands
 
 
 def rounded(x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -70,28 +75,16 @@ def fp8_blocks(
     return _added(y.to(x.dtype), bias, out)
 
 
-def integers(
-    x: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    table: Tensor | None,
-    middle: int,
-    group: int,
-    bias: Tensor | None,
-    out: Tensor | None,
-) -> Tensor:
+def integers(operands: Operands, bias: Tensor | None, out: Tensor | None) -> Tensor:
     """See `GpuProducts.integers`."""
+    x, codes, groups = operands.x, operands.weight, operands.groups
+    assert groups is not None
     outputs, inputs = codes.shape[1], x.shape[1]
-    cut = cut_of(triton_integers.CUTS, len(x))
-    if cut is not None and inputs // len(codes) >= triton_integers.LEAST_CHUNK:
+    if len(x) <= CUTS[-1].rows and inputs // len(codes) >= LEAST_CHUNK:
         y = x.new_empty(len(x), outputs) if out is None else out
-        x = x.contiguous()
-        return triton_integers.integer_product(
-            x, codes, scales, zeros, table, middle, group, bias, y, cut
-        )
+        return triton_integers.integer_product(replace(operands, x=x.contiguous()), bias, y)
     weight = torch.empty(outputs, inputs, dtype=x.dtype, device=x.device)
-    triton_integers.dequantise(codes, scales, zeros, table, middle, group, weight)
+    triton_integers.dequantise(codes, groups, weight)
     y = F.linear(x, weight, bias)
     return y if out is None else out.copy_(y)
 

@@ -12,9 +12,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from modeling.quantisation.base import QuantisedWeight
+from modeling.quantisation.base import COMPARED, LEAST_CHUNK, QuantisedWeight
 from modeling.quantisation.products import gpu_products
-from sharding.linear_weight import LinearWeight
+from sharding.linear_weight import LinearWeight, OperandGroups, Operands
 
 
 @dataclass(frozen=True)
@@ -138,9 +138,20 @@ class IntegerWeight(QuantisedWeight):
         gpu = gpu_products(x)
         if gpu is None or not self.is_packed or self.size is None:
             return super().forward(x, bias, out)
+        return gpu.integers(self.operands(x), bias, out)
+
+    def joins(self, x: Tensor) -> bool:
+        """Return whether a GPU has a kernel for few tokens of x."""
+        is_wide = self.is_packed and 2 * self.codes.shape[2] >= LEAST_CHUNK
+        is_whole = COMPARED and self.size is not None
+        return is_wide and is_whole and gpu_products(x) is not None
+
+    def operands(self, x: Tensor) -> Operands:
+        """Return x in the order of the codes, and the codes."""
+        assert self.size is not None
         own = x if self.order is None else x.index_select(1, self.order)
-        shared = self.scales, self.zeros, self.table
-        return gpu.integers(own, self.codes, *shared, self.middle, self.size, bias, out)
+        groups = OperandGroups(self.scales, self.zeros, self.table, self.middle, self.size)
+        return Operands(own, self.codes, groups=groups)
 
     def __getitem__(self, rows: slice) -> Tensor:
         """Return some rows in `dtype`."""

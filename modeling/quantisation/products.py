@@ -8,6 +8,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from sharding.linear_weight import Operands
+
 logger = logging.getLogger("loray.modeling")
 
 SIZES = 16
@@ -25,8 +27,7 @@ class GpuProducts:
     fp8: (x in fp8, its scales, codes, scales, bias, out, type of the result), as Fp8Weight has
     codes and scales.
     fp8_blocks: (x, codes, scales of blocks [out / 128, in / 128], bias, out).
-    integers: (x, codes in chunks, scales, zeros or None, table or None, middle, inputs of a group,
-    bias, out), of 4 bits, as IntegerWeight has them.
+    integers: (x and weights of 4 bits, bias, out).
     """
 
     rounded: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
@@ -34,20 +35,7 @@ class GpuProducts:
         [Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, torch.dtype], Tensor
     ]
     fp8_blocks: Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
-    integers: Callable[
-        [
-            Tensor,
-            Tensor,
-            Tensor,
-            Tensor | None,
-            Tensor | None,
-            int,
-            int,
-            Tensor | None,
-            Tensor | None,
-        ],
-        Tensor,
-    ]
+    integers: Callable[[Operands, Tensor | None, Tensor | None], Tensor]
 
 
 def gpu_products(x: Tensor) -> GpuProducts | None:

@@ -11,7 +11,16 @@ from modeling.adapters.kernels.triton_product import (
     AHEAD,
     ProductForm,
     fp8_product_kernel,
+    integer_product_kernel,
     product_kernel,
+)
+from modeling.adapters.kernels.triton_row_product import row_product_kernel
+from modeling.triton_integer_rows import rows_cut, rows_options
+from modeling.triton_integer_tiles import (
+    CUTS,
+    integer_arguments,
+    integer_constants,
+    tile_options,
 )
 from modeling.triton_launch import launch_options
 from modeling.triton_tiles import FP8_CUTS, cut_of
@@ -43,6 +52,8 @@ def launch_product(
 ) -> None:
     """Write the product into y [tokens, out], and the shrink's partial sums."""
     launch = _dense if operands.scales is None else _fp8
+    if operands.groups is not None:
+        launch = _integers
     launch(form, y, operands, sums, arrived, shrink)
 
 
@@ -81,6 +92,31 @@ def _fp8(
         INPUTS=inputs, ROWS=max(16, next_power_of_2(len(y))),
         BLOCK_N=cut.outputs, SHARES=shares, PRODUCT_K=cut.inputs,
         num_warps=cut.warps, num_stages=cut.stages,
+        **shrink.constants, **launch_options(shrink.constants["PDL"]),
+    )
+    # fmt: on
+
+
+def _integers(
+    form: ProductForm, y: Tensor, operands: Operands, sums: Tensor, arrived: Tensor, shrink: Shrink
+) -> None:
+    (chunks, outputs, _), rows = operands.weight.shape, len(y)
+    found = rows_cut(rows)
+    if found is None:
+        kernel, cut = integer_product_kernel, cut_of(CUTS, rows)
+        assert cut is not None, (rows, form)
+        shares, width = cut.shares(outputs, shrink.x.shape[1]), cut.outputs
+        sizes, options = tile_options(cut, rows, shares)
+    else:
+        kernel, width = row_product_kernel, found.outputs
+        sizes, options = rows_options(found, outputs, chunks)
+        shares = sizes["SHARES"]
+    # fmt: off
+    kernel[(shrink.programs + -(-outputs // width) * shares,)](
+        *integer_arguments(operands), y,
+        sums, arrived, rows, outputs, operands.x.stride(0),
+        y.stride(0), shrink.programs, shrink.tile_programs, shrink.x, *shrink.arguments,
+        **integer_constants(operands), **sizes, **options,
         **shrink.constants, **launch_options(shrink.constants["PDL"]),
     )
     # fmt: on

@@ -11,10 +11,11 @@ from torch import Tensor
 from modeling.adapters.bank import AdapterBank
 from modeling.adapters.kernels.select import select_kernel
 from modeling.adapters.product import AdapterData, OutputSlice
-from modeling.quantisation.base import QuantisedWeight
+from modeling.quantisation.base import COMPARED, QuantisedWeight
 from modeling.quantisation.fp8 import round_rows
 from sharding.linear_weight import DenseWeight, LinearWeight
 from tests.modeling.adapters.loaded_bank import NUM_LAYERS, Case, fill_bank, truth
+from tests.modeling.quantisation.test_cuda import INTEGERS
 
 if TYPE_CHECKING:
     from modeling.adapters.kernels.triton_plan import TritonPlan
@@ -148,7 +149,7 @@ PRODUCT_CASES = [
 @on_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", ["identical", "distinct", "zipf", "base"])
-@pytest.mark.parametrize("form", ["dense", "fp8"])
+@pytest.mark.parametrize("form", ["dense", "fp8", *(INTEGERS if COMPARED else ())])
 def test_the_base_product_and_the_deltas_of_one_launch(
     banks: dict[torch.dtype, AdapterBank], dtype: torch.dtype, kind: str, form: str
 ) -> None:
@@ -166,6 +167,8 @@ def test_the_base_product_and_the_deltas_of_one_launch(
             weight: LinearWeight = DenseWeight(matrix)
             if form == "fp8":
                 weight = round_rows(matrix, matrix.abs().amax(1).float(), dtype)
+            if form in INTEGERS:
+                weight = INTEGERS[form](dtype, case.outputs, case.inputs)
             inputs = weight.inputs(x) if isinstance(weight, QuantisedWeight) else x
             plain = (inputs.double() @ weight[:].double().T).to(dtype)
             found = []
@@ -178,7 +181,7 @@ def test_the_base_product_and_the_deltas_of_one_launch(
                 found.append(y)
             expected = truth(bank, plain, x, layer, case.targets, of)
             error = (found[0].double() - expected).norm() / expected.norm()
-            bound = 1e-2 if form == "fp8" else 2 * TOLERANCE[dtype]
+            bound = 2 * TOLERANCE[dtype] if form == "dense" else 1e-2
             assert float(error) < bound, (num_tokens, case, float(error))
             assert torch.equal(found[0], found[1])
             assert torch.equal(found[0], found[2])

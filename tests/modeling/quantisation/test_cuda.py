@@ -33,36 +33,43 @@ def matrix(dtype: torch.dtype) -> Tensor:
     return torch.randn(OUTPUTS, INPUTS, device="cuda", generator=generator).mul(0.05).to(dtype)
 
 
-def act_order(dtype: torch.dtype) -> IntegerWeight:
+def act_order(dtype: torch.dtype, outputs: int = OUTPUTS, inputs: int = INPUTS) -> IntegerWeight:
     """Integers with zero points, whose groups lie in no order."""
     generator = torch.Generator("cuda").manual_seed(2)
     options: dict[str, Any] = {"device": "cuda", "generator": generator}
-    codes = torch.randint(0, 16, (OUTPUTS, INPUTS), dtype=torch.uint8, **options)
-    zeros = torch.randint(0, 16, (OUTPUTS, 8), dtype=torch.uint8, **options)
-    scales = torch.rand(OUTPUTS, 8, **options).mul(0.02).to(dtype)
-    group_of = torch.randperm(INPUTS, **options) // 128
+    codes = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8, **options)
+    zeros = torch.randint(0, 16, (outputs, inputs // 128), dtype=torch.uint8, **options)
+    scales = torch.rand(outputs, inputs // 128, **options).mul(0.02).to(dtype)
+    group_of = torch.randperm(inputs, **options) // 128
     return IntegerWeight(codes, local_groups(scales, zeros, group_of, 0), 4, dtype)
 
 
-def from_table(dtype: torch.dtype) -> IntegerWeight:
+def from_table(dtype: torch.dtype, outputs: int = OUTPUTS, inputs: int = INPUTS) -> IntegerWeight:
     """Codes that stand for other numbers than themselves, as those of nf4 do."""
     generator = torch.Generator("cuda").manual_seed(3)
     options: dict[str, Any] = {"device": "cuda", "generator": generator}
-    codes = torch.randint(0, 16, (OUTPUTS, INPUTS), dtype=torch.uint8, **options)
-    scales = torch.rand(OUTPUTS, INPUTS // 64, **options).mul(0.1)
-    group_of = torch.arange(INPUTS, device="cuda") // 64
+    codes = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8, **options)
+    scales = torch.rand(outputs, inputs // 64, **options).mul(0.1)
+    group_of = torch.arange(inputs, device="cuda") // 64
     table = torch.randn(16, **options)
     return IntegerWeight(codes, Groups(scales, None, group_of, 64), 4, dtype, table)
 
 
+def symmetric(dtype: torch.dtype, outputs: int = OUTPUTS, inputs: int = INPUTS) -> IntegerWeight:
+    """Integers with one zero point for all."""
+    generator = torch.Generator("cuda").manual_seed(4)
+    numbers = torch.randn(outputs, inputs, device="cuda", generator=generator)
+    return round_groups(numbers.mul(0.05).to(dtype), 4, 128)
+
+
+INTEGERS = {"4 bits": symmetric, "act-order": act_order, "from a table": from_table}
+
 FORMS: dict[str, Callable[[torch.dtype], QuantisedWeight]] = {
     "fp8": lambda dtype: round_rows(matrix(dtype), matrix(dtype).abs().amax(1).float(), dtype),
     "blocks": lambda dtype: round_blocks(matrix(dtype), (128, 128), Activations.GROUP),
-    "4 bits": lambda dtype: round_groups(matrix(dtype), 4, 128),
     "4 bits by 32": lambda dtype: round_groups(matrix(dtype), 4, 32),
     "8 bits": lambda dtype: round_groups(matrix(dtype), 8, 128),
-    "act-order": act_order,
-    "from a table": from_table,
+    **INTEGERS,
 }
 
 
@@ -83,6 +90,19 @@ def test_products(form: str, dtype: torch.dtype) -> None:
                 error = (found.float() - wanted).norm() / wanted.norm().clamp(min=1.0)
                 assert float(error) < BOUND, (tokens, added is None)
             assert found is out
+
+
+@pytest.mark.parametrize("form", INTEGERS)
+@pytest.mark.parametrize("shape", [(64, 14336), (200, 3584), (6144, 4096), (1024, 384)], ids=str)
+def test_integers_of_many_sizes(form: str, shape: tuple[int, int]) -> None:
+    """However many warps and programs share the inputs; equal inputs give equal bits."""
+    weight = INTEGERS[form](torch.bfloat16, *shape)
+    for tokens in (1, 8, 9, 16, 40):
+        x = torch.randn(tokens, shape[1], device="cuda").to(torch.bfloat16)
+        wanted = F.linear(x.float(), weight[:].float())
+        found = weight(x, None)
+        assert float((found.float() - wanted).norm() / wanted.norm()) < BOUND, tokens
+        assert torch.equal(found, weight(x, None))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
