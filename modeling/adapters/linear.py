@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from modeling.adapters.product import AdapterData, OutputSlice, WholeAdapters
+from modeling.adapters.product import AdapterData, GatedAdapters, OutputSlice, WholeAdapters
 from modeling.adapters.projection import BaseLinear, ModulePosition
 from sharding.linear import ColumnParallelLinear, RowParallelLinear
 from sharding.linear_weight import WeightRows
@@ -27,6 +27,29 @@ class AdapterColumnLinear(nn.Module):
 
     def forward(self, x: Tensor, adapter_data: AdapterData | None) -> Tensor:
         """[tokens, in] to [tokens, local_out]."""
+        y = self._unadapted(x, adapter_data)
+        if adapter_data is not None:
+            adapter_data.add(y, x, self._layer, self._targets)
+        return y
+
+    def gated(self, x: Tensor, adapter_data: AdapterData | None) -> tuple[Tensor, Tensor | None]:
+        """[tokens, in] to (gate and up [tokens, 2 * n], silu(gate) * up [tokens, n]).
+
+        The second is None where no kernel joins it with the adapters' deltas; where one does, the
+        first lacks them.
+        """
+        y = self._unadapted(x, adapter_data)
+        if adapter_data is None:
+            return y, None
+        if isinstance(adapter_data, GatedAdapters):
+            inner = adapter_data.gated(y, x, self._layer, self._targets)
+            if inner is not None:
+                return y, inner
+        adapter_data.add(y, x, self._layer, self._targets)
+        return y, None
+
+    def _unadapted(self, x: Tensor, adapter_data: AdapterData | None) -> Tensor:
+        """Return y [tokens, local_out] before deltas: the base's, or whole maps of adapters."""
         if adapter_data is None:
             plain: Tensor = self.base(x)
             return plain
@@ -40,7 +63,6 @@ class AdapterColumnLinear(nn.Module):
             y = self.base(x)
         if isinstance(adapter_data, WholeAdapters):
             adapter_data.replace(y, x, self._layer, self._targets, self.base.bias)
-        adapter_data.add(y, x, self._layer, self._targets)
         return y
 
     @property

@@ -66,6 +66,20 @@ class AdapterData(Protocol):
 
 
 @runtime_checkable
+class GatedAdapters(Protocol):
+    """What a step's adapters do to gate and up, where a kernel joins it with silu."""
+
+    def gated(
+        self, gate_up: Tensor, x: Tensor, layer: int, targets: tuple[OutputSlice, ...]
+    ) -> Tensor | None:
+        """Return silu(gate') * up' [tokens, n], gate' and up' with their deltas.
+
+        gate_up: [tokens, 2 * n], the base product; x: [tokens, in]. None: call `add` instead.
+        """
+        ...
+
+
+@runtime_checkable
 class NormAdapters(Protocol):
     """What a captured step's adapters do at norms (`norm_rows.py`)."""
 

@@ -24,15 +24,18 @@ class GatedMLP(nn.Module):
 
     def forward(self, hidden_states: Tensor, adapter_data: AdapterData | None) -> Tensor:
         """[tokens, hidden] to the same shape, equal on every rank."""
-        gate_up: Tensor = self.gate_up_proj(hidden_states, adapter_data)
+        reader = self.down_proj.base.stored
+        if self._is_silu and not reader.takes_rounded(hidden_states):
+            gate_up, inner = self.gate_up_proj.gated(hidden_states, adapter_data)
+        else:
+            gate_up, inner = self.gate_up_proj(hidden_states, adapter_data), None
         fused = fused_ops(gate_up.device) if self._is_silu else None
-        if fused is not None:
-            reader = self.down_proj.base.stored
+        if fused is not None and inner is None:
             rounded = rounded_for(reader, gate_up)
             inner = fused.silu_mul(gate_up, rounded=rounded)
             if rounded is not None:
                 reader.take_rounded(inner, *rounded)
-        else:
+        elif inner is None:
             gate, up = gate_up.chunk(2, dim=-1)
             inner = self._act(gate) * up
         out: Tensor = self.down_proj(inner, adapter_data)

@@ -37,6 +37,8 @@ class Form:
     number each takes several tiles.
     summed: whether the shrink adds its partial sums, or leaves that to the expand.
     more_rows: rank rows taken at once of an adapter that has more than `rank_rows`.
+    gated: how the kernels of triton_wide.py join deltas and silu(gate) * up. They shrink then too,
+    and leave their partial sums added. None: they do not run.
     """
 
     max_tokens: int
@@ -48,6 +50,7 @@ class Form:
     programs: int = 2048
     summed: bool = False
     more_rows: int = 16
+    gated: Blocks | None = None
 
     def widest(self, max_rank: int) -> int:
         """Return the most rank rows that a program takes at once where no rank is larger."""
@@ -62,6 +65,9 @@ HALF = (
 )
 """bfloat16 and float16. Small tiles while most of the bytes are weights, large ones when they are
 tokens; never so large that a decode row's few tokens leave most of a tile empty."""
+
+WIDE = Form(ANY, 64, 16, 8, Blocks(128, 4, 4), Blocks(128, 8), 4096, True, gated=Blocks(128, 8))
+"""Of the kernels in triton_wide.py, in half precision; no step takes it before it ran on a GPU."""
 
 FLOAT32 = (
     Form(512, 16, 16, 8, Blocks(64, 4, 2), Blocks(64, 4)),

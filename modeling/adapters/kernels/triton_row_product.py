@@ -119,7 +119,7 @@ def _shrink_tiles(
         # The next tile's slot is loaded now: rank and pages depend on it, one load after another.
         later = tile + tile_stride
         slot = gl.load(records + later * (HEADER + BLOCK_M), mask=later < num_tiles, other=0)
-        # 32 bits are enough: TritonPlan asserts it.
+        # 32 bits are enough: TritonBuffers asserts it.
         out = partials + ((target * SPLITS + split) * positions + first) * MAX_RANK
         if rank <= BLOCK_R:
             _shrink_tile(

@@ -165,7 +165,7 @@ def shrink_tiles(
         slot = tl.load(records + later * (HEADER + BLOCK_M), mask=later < num_tiles, other=0)
         live = tokens >= 0
         x_rows = x + tokens.to(tl.int64) * x_stride
-        # 32 bits are enough: TritonPlan asserts it.
+        # 32 bits are enough: TritonBuffers asserts it.
         out = partials + ((target * SPLITS + split) * positions + first + m) * MAX_RANK
         if rank <= BLOCK_R:
             _shrink_tile(

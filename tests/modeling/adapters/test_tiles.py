@@ -5,17 +5,23 @@ from hypothesis import strategies as st
 from modeling.adapters.kernels.tiles import HEADER, cut_tiles
 
 
-@given(st.lists(st.integers(-1, 5), max_size=60), st.sampled_from([1, 2, 8, 16]))
-def test_every_adapter_token_is_in_one_tile_of_its_slot(slots: list[int], size: int) -> None:
+@given(st.lists(st.integers(-1, 5), max_size=60), st.sampled_from([1, 2, 8, 16]), st.booleans())
+def test_every_token_of_an_adapter_is_in_one_tile_of_its_slot(
+    slots: list[int], size: int, with_base: bool
+) -> None:
     of_token = np.array(slots, dtype=np.int32)
-    distinct = min(6, len(slots))
+    distinct = min(7 if with_base else 6, len(slots))
     most = distinct + (len(slots) - distinct) // size
-    records, count = cut_tiles(of_token, size, most)
+    records, count = cut_tiles(of_token, size, most, with_base)
     assert records.shape == (most, HEADER + size)
     assert (records[:, 2] == count).all()
-    assert (np.delete(records[count:], 2, axis=1) == -1).all()
+    number = int(records[0, 3]) if most else 0
+    assert (records[:, 3] == number).all()
+    assert (records[:count, 0] >= 0).all()
+    assert (records[count:, 0] == -1).all()
+    assert (np.delete(records[number:], [2, 3], axis=1) == -1).all()
     seen: list[int] = []
-    for record in records[:count]:
+    for record in records[:number]:
         tokens = record[HEADER:]
         used = tokens[tokens >= 0]
         assert len(used) >= 1
@@ -23,7 +29,7 @@ def test_every_adapter_token_is_in_one_tile_of_its_slot(slots: list[int], size: 
         assert (of_token[used] == record[0]).all()
         assert record[1] == len(seen), "positions follow the order of the tiles"
         seen += used.tolist()
-    assert sorted(seen) == [token for token, slot in enumerate(slots) if slot >= 0]
+    assert sorted(seen) == [t for t, slot in enumerate(slots) if slot >= 0 or with_base]
 
 
 def test_tokens_keep_their_order_and_tiles_are_full() -> None:

@@ -24,7 +24,7 @@ on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA 
 
 SHAPES = [
     *[(1024, 4096), (1024, 128), (1024, 64)],
-    *[(4096, 1024), (14336, 64), (64, 14336), (128, 64), (100, 40)],
+    *[(4096, 1024), (14336, 64), (64, 14336), (128, 64), (100, 40), (1024, 128)],
 ]
 CASES = [
     Case(1024, (OutputSlice(0, 16), OutputSlice(1, 4112), OutputSlice(2, 4240)), 4320),
@@ -84,11 +84,12 @@ def make_bank(banks: dict[torch.dtype, AdapterBank], dtype: torch.dtype) -> Adap
     return banks[dtype]
 
 
-def make_plan(bank: AdapterBank, num_tokens: int) -> "TritonPlan":
-    """A plan with NaN in its buffers."""
+def make_plan(bank: AdapterBank, num_tokens: int, wide: bool = False) -> "TritonPlan":
+    """A plan with NaN in its buffers; wide: steps of many tokens take the kernels for those."""
+    from modeling.adapters.kernels.triton_forms import HALF, WIDE
     from modeling.adapters.kernels.triton_plan import TritonPlan
 
-    plan = TritonPlan(bank, num_tokens)
+    plan = TritonPlan(bank, num_tokens, (*HALF[:-1], WIDE) if wide else None)
     plan.partials.fill_(float("nan"))
     plan.sums.fill_(float("nan"))
     return plan
@@ -136,6 +137,47 @@ def test_deltas_follow_the_equation(
             # Alternately the step's own tiles, and the grid that a captured step has.
             data = plan.batch(num_tokens, tiles if at % 2 else None)
             check(bank, data, case, tokens_of(rows), at % NUM_LAYERS)
+
+
+GATED = Case(1024, (OutputSlice(1, 0), OutputSlice(8, 128)), 256)
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", ["identical", "distinct", "zipf", "skewed", "base"])
+@pytest.mark.parametrize("longest", [1, 90])
+def test_deltas_of_gate_and_up_beside_silu(
+    banks: dict[torch.dtype, AdapterBank], dtype: torch.dtype, kind: str, longest: int
+) -> None:
+    bank = make_bank(banks, dtype)
+    for num_tokens in (512, 513, 777, 2048):
+        rows = mix(kind, num_tokens, longest)
+        of = tokens_of(rows)
+        plan = make_plan(bank, num_tokens + 5, wide=True)
+        tiles = plan.update(*columns(rows))
+        for layer, captured in ((0, False), (1, True), (0, True)):
+            data = plan.batch(num_tokens, None if captured else tiles)
+            x, y = inputs(GATED, of, dtype)
+            found = data.gated(y, x, layer, GATED.targets)
+            if num_tokens == 512 or not (tiles or captured):
+                assert found is None, "few tokens, or no adapter"
+                continue
+            assert found is not None
+            gate, up = truth(bank, y, x, layer, GATED.targets, of).chunk(2, dim=1)
+            expected = torch.nn.functional.silu(gate) * up
+            bound = 4 * TOLERANCE[dtype]
+            torch.testing.assert_close(found.double(), expected, rtol=bound, atol=bound / 4)
+            again = data.gated(y, x, layer, GATED.targets)
+            assert again is not None
+            assert torch.equal(found, again)
+            data.add(y, x, layer, GATED.targets)
+            gate, up = y.double().chunk(2, dim=1)
+            own = torch.nn.functional.silu(gate) * up
+            torch.testing.assert_close(found.double(), own, rtol=2 * TOLERANCE[dtype], atol=1e-3)
+        for at, case in enumerate(CASES):
+            data = plan.batch(num_tokens, tiles if at % 2 else None)
+            check(bank, data, case, of, at % NUM_LAYERS)
 
 
 PRODUCT_CASES = [

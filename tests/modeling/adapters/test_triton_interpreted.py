@@ -4,6 +4,7 @@ It needs TRITON_INTERPRET=1 in the environment, and numpy below 2.4.
 """
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -31,23 +32,25 @@ CASES = [
 CPU = torch.device("cpu")
 RANKS = [8, 16, 1, 24, 5, 3, 16, 32]
 FORM = Form(64, 8, 16, 4, Blocks(32, 4), Blocks(16, 4), programs=8)
+WIDE = replace(FORM, shrink=Blocks(16, 4), summed=True, gated=Blocks(16, 4))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("rows", [[(s, 1) for s in range(-1, 8)] * 3, [(3, 9), (-1, 4), (7, 2)]])
+@pytest.mark.parametrize("form", [FORM, WIDE], ids=["few", "many"])
 def test_output_rows_beside_plain_adapters_and_the_base(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, rows: list[tuple[int, int]]
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, rows: list[tuple[int, int]], form: Form
 ) -> None:
     pytest.importorskip("triton")
-    from modeling.adapters.kernels import triton_plan
+    from modeling.adapters.kernels import triton_buffers, triton_plan
 
-    monkeypatch.setattr(triton_plan, "Launcher", Interpreted)
+    monkeypatch.setattr(triton_buffers, "Launcher", Interpreted)
     ranks = torch.tensor(RANKS)[:, None, None].repeat(1, len(SHAPES), NUM_LAYERS)
     ranks[0, :, 1] = 0
     bank = fill_bank(SHAPES, ranks, dtype, CPU, max_rank=32)
     slots, lengths = [list(column) for column in zip(*rows, strict=True)]
     of = torch.tensor([slot for slot, length in rows for _ in range(length)])
-    plan: Any = triton_plan.TritonPlan(bank, len(of), [FORM])
+    plan: Any = triton_plan.TritonPlan(bank, len(of), [form])
     plan.partials.fill_(float("nan"))
     plan.update(slots, lengths)
     data = plan.batch(len(of))
@@ -60,6 +63,38 @@ def test_output_rows_beside_plain_adapters_and_the_base(
             data.add(y, x, layer, case.targets)
             torch.testing.assert_close(y.double(), expected, rtol=2e-3, atol=2e-3)
             assert torch.equal(y[of < 0], before[of < 0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("rows", [[(s, 1) for s in range(-1, 8)] * 3, [(3, 19), (-1, 4), (7, 9)]])
+def test_deltas_of_gate_and_up_beside_silu(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, rows: list[tuple[int, int]]
+) -> None:
+    pytest.importorskip("triton")
+    from modeling.adapters.kernels import triton_buffers, triton_plan
+
+    monkeypatch.setattr(triton_buffers, "Launcher", Interpreted)
+    ranks = torch.tensor(RANKS)[:, None, None].repeat(1, 2, NUM_LAYERS)
+    ranks[0, :, 1], ranks[3, 0], ranks[4, 1] = 0, 0, 0
+    bank = fill_bank([(48, 40)] * 2, ranks, dtype, CPU, max_rank=32)
+    slots, lengths = [list(column) for column in zip(*rows, strict=True)]
+    of = torch.tensor([slot for slot, length in rows for _ in range(length)])
+    targets = OutputSlice(0, 0), OutputSlice(1, 40)
+    plan: Any = triton_plan.TritonPlan(bank, len(of) + 5, [WIDE])
+    for captured in (False, True):
+        plan.partials.fill_(float("nan"))
+        tiles = plan.update(slots, lengths)
+        data = plan.batch(len(of), None if captured else tiles)
+        for layer in range(NUM_LAYERS):
+            x, y = torch.randn(len(of), 48).to(dtype), torch.randn(len(of), 80).to(dtype)
+            gate, up = truth(bank, y, x, layer, targets, of).chunk(2, dim=1)
+            expected = torch.nn.functional.silu(gate) * up
+            before = y.clone()
+            found = data.gated(y, x, layer, targets)
+            torch.testing.assert_close(found.double(), expected, rtol=4e-3, atol=4e-3)
+            assert torch.equal(y, before)
+    assert data.gated(y, x, 0, targets[:1]) is None, "gate alone"
+    assert plan.batch(len(of), 0).gated(y, x, 0, targets) is None, "no adapter"
 
 
 class Rounded(DenseWeight):
@@ -78,9 +113,9 @@ class Rounded(DenseWeight):
 
 def test_base_products_of_one_launch_with_the_shrink(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    from modeling.adapters.kernels import triton_plan
+    from modeling.adapters.kernels import triton_buffers, triton_plan
 
-    monkeypatch.setattr(triton_plan, "Launcher", Interpreted)
+    monkeypatch.setattr(triton_buffers, "Launcher", Interpreted)
     ranks = torch.tensor(RANKS)[:, None, None].repeat(1, 2, NUM_LAYERS)
     bank = fill_bank([(512, 40), (512, 24)], ranks, torch.float16, CPU, max_rank=32)
     case = Case(512, (OutputSlice(0, 0), OutputSlice(1, 40)), 64)
@@ -108,9 +143,9 @@ def test_trained_tokens_in_a_captured_step(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
     pytest.importorskip("triton")
-    from modeling.adapters.kernels import triton_plan
+    from modeling.adapters.kernels import triton_buffers, triton_plan
 
-    monkeypatch.setattr(triton_plan, "Launcher", Interpreted)
+    monkeypatch.setattr(triton_buffers, "Launcher", Interpreted)
     vocab, hidden = 5000, 280
     ranks = torch.tensor([0, *RANKS])[:, None, None].repeat(1, 2, NUM_LAYERS)
     kinds = {0: ProjectionKind.EMBEDDING_TOKENS, 1: ProjectionKind.HEAD_TOKENS}
@@ -148,9 +183,9 @@ def test_embedding_and_head_in_a_captured_step(
     monkeypatch: pytest.MonkeyPatch, foreign: bool
 ) -> None:
     pytest.importorskip("triton")
-    from modeling.adapters.kernels import triton_plan
+    from modeling.adapters.kernels import triton_buffers, triton_plan
 
-    monkeypatch.setattr(triton_plan, "Launcher", Interpreted)
+    monkeypatch.setattr(triton_buffers, "Launcher", Interpreted)
     vocab, hidden = 50, 24
     ranks = torch.tensor([0, *RANKS])[:, None, None].repeat(1, 2, NUM_LAYERS)
     kinds = {0: ProjectionKind.EMBEDDING, 1: ProjectionKind.HEAD}
