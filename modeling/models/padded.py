@@ -126,12 +126,12 @@ def padded_forward(model: PaddedModel, call: PaddedCall) -> PaddedAnswer:
     last = model.decode(embeds.flatten(0, 1), flat, PaddedContext(attention), trace)
     logits = _rows(model.logits(last), batch)
     keeps = model.use_cache if call.use_cache is None else call.use_cache
-    # transformers types its fields for no kind of cache but its own.
-    past: Any = cache.result if keeps else None
-    output = CausalLMOutputWithPast(
+    # transformers types its fields for no kind of cache but its own, and not in all versions.
+    kind: Any = CausalLMOutputWithPast
+    output: CausalLMOutputWithPast = kind(
         loss=None if call.labels is None else _loss(logits, call.labels),
         logits=logits,
-        past_key_values=past,
+        past_key_values=cache.result if keeps else None,
         hidden_states=_unpacked(trace, last, batch),
         attentions=None if attention.weights is None else tuple(attention.weights),
     )
