@@ -64,8 +64,10 @@ class Drafting:
             return drafts
         # Texts are searched, and guesses waited for, only if that could pay.
         margin = MARGIN
-        if not self._length(len(ready), [(each.drafter, most) for each in may], most, margin):
-            step.guesses, margin = 0, 0.0
+        length = self._length(len(ready), [(each.drafter, most) for each in may], most, margin)
+        step.guesses = length if self._heads else 0
+        if not length:
+            margin = 0.0
             # Guesses that were waited for are used: that says what they are worth.
             if not any(each.guesses for each in may):
                 return drafts

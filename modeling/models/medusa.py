@@ -68,15 +68,16 @@ class MedusaHeads(nn.Module):
         """[n, count, width] to [n, count, vocab_size] by the model's own head."""
         return self._model_head(states.flatten(0, 1), None).view(*states.shape[:2], -1)
 
-    def states(self, x: Tensor) -> Tensor:
-        """[n, width] to what the heads' linear maps read, [n, count, width]."""
-        return torch.stack([blocks(x) for blocks in self.blocks], dim=1)
+    def states(self, x: Tensor, count: int) -> Tensor:
+        """[n, width] to what the first heads' linear maps read, [n, count, width]."""
+        return torch.stack([blocks(x) for blocks in self.blocks[:count]], dim=1)
 
     def logits(self, states: Tensor) -> Tensor:
         """[n, count, width] to [n, count, vocab_size], the same on every rank."""
         if self.shares_head:
             return self.shared_logits(states)
-        parts = [head.partial(states[:, k]) for k, head in enumerate(self._heads)]
+        heads = self._heads[: states.shape[1]]
+        parts = [head.partial(states[:, k]) for k, head in enumerate(heads)]
         logits = self._heads[0].gather(torch.stack(parts, dim=1).flatten(0, 1))
         return logits.view(*states.shape[:2], -1)
 

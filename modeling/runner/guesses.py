@@ -49,12 +49,12 @@ class Guesser:
         kind = ProjectionKind.DRAFT_HEADS
         self._index = kinds.index(kind) if kind in kinds else -1
 
-    def logits(self, x: Tensor, slots: Ints) -> Tensor:
+    def logits(self, x: Tensor, slots: Ints, count: int) -> Tensor:
         """[m, width] to [m, count, vocab_size]; slots: each row's adapter (-1: base)."""
         heads = self.heads
-        logits = heads.logits(heads.states(x))
+        logits = heads.logits(heads.states(x, count))
         for group in groups_of(self._bank, slots, self._index):
-            own = _adapted(x[group.rows], group.adapter.matrix(self._index), heads.count)
+            own = _adapted(x[group.rows], group.adapter.matrix(self._index), count)
             logits[group.rows] = heads.shared_logits(own)
         return logits
 
@@ -83,7 +83,8 @@ def guess(
     """
     samples = np.array([row.num_samples > 0 for row in rows])
     firsts, drafts = _drafts([row for row in rows if row.num_samples])
-    keys = _keys(layout.sampling, layout.sample_positions, guesser.heads.count)
+    count = min(count, guesser.heads.count)
+    keys = _keys(layout.sampling, layout.sample_positions, count)
     device = hidden.device
     first, draft, key = pack_to_device([firsts, drafts, keys], device)
     last = first
@@ -91,11 +92,11 @@ def guess(
         behind = first.unsqueeze(1) + torch.arange(draft.shape[1], device=device)
         right = sampled[behind.clamp(max=len(sampled) - 1)] == draft
         last = first + right.cumprod(1).sum(1)
-    logits = guesser.logits(hidden[last], slots[samples])[:, :count]
-    params = [layout.sampling[at] for at in firsts for _ in range(logits.shape[1])]
+    logits = guesser.logits(hidden[last], slots[samples], count)
+    params = [layout.sampling[at] for at in firsts for _ in range(count)]
     random = sampling_tensors(params, [0] * len(params), device).random
     if random is not None:
-        own = key[last, : logits.shape[1]].flatten(0, 1)
+        own = key[last].flatten(0, 1)
         random = replace(random, keys=own[random.rows])
     found = sample_tokens(logits.flatten(0, 1), SamplingTensors(random, -1)).tokens
     return GuessedRows(found.view(logits.shape[:2]), samples.tolist())

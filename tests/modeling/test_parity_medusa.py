@@ -162,6 +162,29 @@ def compare(
         1, partial(answers, engine_config(model), adapters, 0, None, False)
     )
     texts = [[*r.prompt, *a.tokens] for r, a in zip(REQUESTS, plain, strict=True)]
+    heads, wanted = write_trained(model, adapters, texts, folder / "heads", own, layers, brings)
+    config = with_heads(model, heads, int(brings))
+    for made, run in run_ranks(
+        ranks, partial(answers, config, adapters, NUM_HEADS, lost_at, captured)
+    ):
+        assert (run.runner.num_captured > 5) == captured
+        check_guesses(made, plain, run, wanted)
+
+
+def write_trained(
+    model: Path,
+    adapters: Sequence[Path],
+    texts: Texts,
+    folder: Path,
+    own: bool,
+    layers: int,
+    brings: bool,
+) -> tuple[Path, list[Tensor]]:
+    """Train heads on the requests' texts and write them to a folder.
+
+    Returns it, and by request their logits [text, count, vocab]. brings: the second adapter gets
+    heads of its own.
+    """
     states = states_of(model, adapters, texts)
     head = load_oracle(model).get_output_embeddings().weight.detach().float()
     heads = medusa.Heads(head, NUM_HEADS, layers, own)
@@ -174,21 +197,22 @@ def compare(
         others.write(adapters[1])
         for index in mine:
             wanted[index] = others(states[index])
+    return heads.write(folder), wanted
 
-    config = with_heads(model, heads.write(folder / "heads"), int(brings))
-    for made, run in run_ranks(
-        ranks, partial(answers, config, adapters, NUM_HEADS, lost_at, captured)
-    ):
-        assert [one.tokens for one in made] == [one.tokens for one in plain]
-        assert len(run.drafted) >= 20
-        assert (run.runner.num_captured > 5) == captured
-        for index, at, drafts in run.drafted:
-            # The state two positions before chose the token before the draft.
-            logits = wanted[index][at - 2]
-            expected = guessed(logits, REQUESTS[index].sampling, at)[: len(drafts)]
-            assert list(drafts) == expected, f"guesses differ: request {index} at {at}"
-        skipped = [len(run.ended["r", index].skipped) for index in range(len(REQUESTS))]
-        assert sum(skipped) >= NUM_TOKENS, skipped
+
+def check_guesses(
+    made: list[Answer], plain: list[Answer], run: WatchedRanks, wanted: list[Tensor]
+) -> None:
+    """Assert that tokens are as without heads, and drafts what heads' logits `wanted` say."""
+    assert [one.tokens for one in made] == [one.tokens for one in plain]
+    assert len(run.drafted) >= 20
+    for index, at, drafts in run.drafted:
+        # The state two positions before chose the token before the draft.
+        logits = wanted[index][at - 2]
+        expected = guessed(logits, REQUESTS[index].sampling, at)[: len(drafts)]
+        assert list(drafts) == expected, f"guesses differ: request {index} at {at}"
+    skipped = [len(run.ended["r", index].skipped) for index in range(len(REQUESTS))]
+    assert sum(skipped) >= NUM_TOKENS, skipped
 
 
 def test_heads_that_guess_wrong_change_no_token(
@@ -216,7 +240,7 @@ def test_faults_on_purpose_are_noticed(
     monkeypatch.setattr(speculation, "MARGIN", 0.0)
     if fault == "order":
         right = MedusaHeads.states
-        monkeypatch.setattr(MedusaHeads, "states", lambda self, x: right(self, x).flip(1))
+        monkeypatch.setattr(MedusaHeads, "states", lambda self, *given: right(self, *given).flip(1))
     else:
         monkeypatch.setattr(guesses, "groups_of", lambda *_: [])
     with pytest.raises(AssertionError, match="guesses differ"):

@@ -28,13 +28,12 @@ from scheduler.drafts import Drafter
 from sharding.group import SingleRank
 from tests.checkpoints import write_adapter, write_llama
 from tests.fakes import EOS, token_id, write_tokenizer
-from tests.modeling import scheduled
+from tests.modeling import constrained, scheduled
 from tests.modeling.parity import engine_config
 from tests.modeling.runner.test_graphs_cuda import WIDE
 from tests.modeling.scheduled import Ranks, generate_scheduled
 from tests.modeling.stepping import Answer, Asked
 from tests.modeling.test_parity_speculation import REQUESTS, informed
-from tests.modeling.test_speculation_grammars import REQUESTS as REQUESTS_UNDER_GRAMMARS
 
 Run = Callable[[DecodeGraphs, StepLayout], GraphOutput | None]
 
@@ -59,7 +58,12 @@ def counted(run: Run) -> Run:
     return replay
 
 
-CONSTRAINED = REQUESTS_UNDER_GRAMMARS[:-1]
+def opened(report: RunnerReport) -> Capacity:
+    """As the scheduler would have it if all that is guessed were so on GPUs."""
+    return replace(capacity_of(report), drafts=True, constrained_drafts=True)
+
+
+CONSTRAINED = constrained.REQUESTS[:-1]
 """Those that come to their length."""
 
 
@@ -104,13 +108,8 @@ def test_drafts_change_no_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_drafts_change_no_token_of_a_constrained_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the scheduler would have it if such rows had drafts on GPUs."""
     pytest.importorskip("llguidance")
-
-    def masked(report: RunnerReport) -> Capacity:
-        return replace(capacity_of(report), constrained_drafts=True)
-
-    monkeypatch.setattr(scheduled, "capacity_of", masked)
+    monkeypatch.setattr(scheduled, "capacity_of", opened)
     monkeypatch.setattr(speculation, "MARGIN", 0.0)
     folder = tmp_path / "model"
     folder.mkdir()

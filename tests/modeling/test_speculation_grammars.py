@@ -17,41 +17,16 @@ from scheduler.drafts import Drafter
 from scheduler.events import ConstraintFailure, Ended
 from sharding.group import SingleRank, TensorParallel
 from tests.checkpoints import write_adapter, write_llama
-from tests.fakes import EOS, byte_level_tokenizer, token_id, write_tokenizer
+from tests.fakes import EOS, token_id, write_tokenizer
+from tests.modeling.constrained import NUM_TOKENS, PROMPTS, REQUESTS, SCHEMA
 from tests.modeling.parity import engine_config
 from tests.modeling.runner.test_cuda_graphs import capture_on_cpu
-from tests.modeling.sampling.test_grammar_mixes import (
-    DRAWN,
-    ENDS,
-    FREE,
-    GOES_ON,
-    PROMPTS,
-    SCHEMA,
-    WEIGHED,
-)
 from tests.modeling.scheduled import Ranks, generate_scheduled
 from tests.modeling.stepping import Asked
 from tests.modeling.test_parity_speculation import informed
 from tests.ranks import run_ranks
 
 pytest.importorskip("llguidance")
-
-NUM_TOKENS = 32
-COSTLY = 'start: e\ne: e e | "a" | "b"'
-"""Ambiguous: what a mask costs grows with the answer."""
-
-ENDLESS = ((token_id(byte_level_tokenizer(), EOS), -100.0),)
-
-REQUESTS = [
-    Asked(PROMPTS[0], NUM_TOKENS, sampling=ENDS),
-    Asked(PROMPTS[1], NUM_TOKENS, 0, GOES_ON),
-    Asked(PROMPTS[2], NUM_TOKENS, 1, ENDS, joins_at=2),
-    Asked(PROMPTS[1], NUM_TOKENS, sampling=FREE, joins_at=3),
-    Asked(PROMPTS[0], NUM_TOKENS, 1, WEIGHED, joins_at=4),
-    Asked(PROMPTS[2], NUM_TOKENS, 0, DRAWN),
-    Asked(PROMPTS[2], NUM_TOKENS, 0, Sampling(temperature=1.0, seed=9, json_schema=SCHEMA)),
-    Asked(PROMPTS[1], NUM_TOKENS, sampling=Sampling(grammar=COSTLY, logit_bias=ENDLESS)),
-]
 
 
 class Setup:

@@ -8,6 +8,7 @@ from configs.wire.plan import Capacity, StepPlan, StepResult
 from configs.wire.sampling import Sampling, Stopping
 from scheduler import speculation
 from scheduler.admission.limits import Limits
+from scheduler.draft_costs import DraftCosts
 from scheduler.events import RequestEvent
 from scheduler.request import Request
 from scheduler.scheduler import Scheduler
@@ -54,6 +55,16 @@ def test_guesses_are_the_next_rows_draft() -> None:
     assert request.tokens[5:] == [10, 11, 12, 77]
     assert request.skipped == [2, 3]
     assert [row.drafts for row in world.plan().rows] == [(20, 21, 22)]
+
+
+def test_no_more_guesses_are_wanted_than_would_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DraftCosts, "of", lambda _, rows, length: 9.0 if length > 2 else 1.0)
+    world = World()
+    world.add()
+    world.apply(world.plan(), [10], [[11, 12, 13]])
+    plan = world.plan()
+    assert [row.drafts for row in plan.rows] == [(11, 12)]
+    assert plan.guesses == 2
 
 
 def test_a_draft_is_no_longer_than_the_answer_or_the_limit() -> None:

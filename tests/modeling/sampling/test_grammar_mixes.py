@@ -1,6 +1,5 @@
 """A constrained request's answer is the oracle's, whatever runs beside it and however it runs."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -27,6 +26,15 @@ from tests.checkpoints import (
     write_llama,
 )
 from tests.fakes import EOS, token_id, write_tokenizer
+from tests.modeling.constrained import (
+    DRAWN,
+    ENDS,
+    FREE,
+    GOES_ON,
+    NUM_TOKENS,
+    PROMPTS,
+    WEIGHED,
+)
 from tests.modeling.padded import generate_padded, padded_runner
 from tests.modeling.parity import BLOCK_SIZE, NUM_BLOCKS, WHOLE, engine_config, place_all
 from tests.modeling.runner.test_cuda_graphs import capture_on_cpu
@@ -35,19 +43,6 @@ from tests.ranks import run_ranks
 
 llguidance = pytest.importorskip("llguidance")
 
-NUM_TOKENS = 32
-PROMPTS = ([5, 9, 33, 71, 8, 60, 12], [44, 3, 17], [80] * 19)
-SCHEMA = json.dumps({
-    "type": "object",
-    "properties": {"kind": {"enum": ["fox", "dog"]}, "old": {"type": "boolean"}},
-    "required": ["kind", "old"], "additionalProperties": False,
-    "x-guidance": {"whitespace_flexible": False},
-})  # fmt: skip
-FREE = Sampling()
-ENDS = Sampling(json_schema=SCHEMA)
-GOES_ON = Sampling(grammar="start: /(fox|dog|[0-9]{2}-)+/")
-DRAWN = Sampling(temperature=1.0, seed=5, json_schema='{"type": "array", "items": {"enum": [1]}}')
-WEIGHED = Sampling(grammar=GOES_ON.grammar, frequency_penalty=1.5, logprobs=2)
 KINDS = (FREE, ENDS, GOES_ON, DRAWN, WEIGHED)
 
 CPU = torch.device("cpu")
