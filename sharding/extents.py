@@ -107,10 +107,18 @@ def read_stacks(
         parts = torch.split(flat[-1], sizes)
         for (index, stack), part in zip(own.items(), parts, strict=True):
             found[index] = part.view(len(stack), *stack[0].shape)
+    read_pieces(file, targets)
+    return Stacks([found[index] for index in range(len(stacks))], flat)
+
+
+def read_pieces(file: RegularFile, targets: Sequence[tuple[int, memoryview]]) -> None:
+    """Read into buffers, each from a byte of the file on; FileChanged if it was written to.
+
+    What lies one after the other in the file is one call.
+    """
     for begin, buffers in _consecutive(targets):
         file.scatter(buffers, begin)
     file.check_unchanged()
-    return Stacks([found[index] for index in range(len(stacks))], flat)
 
 
 def _consecutive(

@@ -5,7 +5,7 @@ hundreds, and that time is taken from the thread that launches steps.
 """
 
 import copy
-from collections.abc import Collection, KeysView, Mapping, Sequence
+from collections.abc import Collection, Iterable, KeysView, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Annotated, Self
@@ -20,7 +20,16 @@ from configs.reading import (
     RegularFile,
     safetensors_header_bytes,
 )
-from sharding.extents import CPU, Extent, Scratch, Stacks, read_cut, read_stacks, read_whole
+from sharding.extents import (
+    CPU,
+    Extent,
+    Scratch,
+    Stacks,
+    read_cut,
+    read_pieces,
+    read_stacks,
+    read_whole,
+)
 from sharding.slicing import Segments, whole
 
 WHOLE_BYTES = 2**25
@@ -170,6 +179,11 @@ class TensorFile:
             return read_stacks(self._file, extents, scratch)
         found = [torch.stack([self.get_tensor(key) for key in keys]) for keys in stacks]
         return Stacks(found, found)
+
+    def read_pieces(self, pieces: Iterable[tuple[str, int, memoryview]]) -> None:
+        """Fill buffers, each with bytes of a tensor from the given one on."""
+        targets = [(self._extent(key).begin + first, data) for key, first, data in pieces]
+        read_pieces(self._file, targets)
 
     def _extent(self, key: str) -> Extent:
         entry = self._entries[key]

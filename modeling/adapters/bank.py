@@ -10,16 +10,15 @@ import torch
 from configs.wire.adapters import AdapterKey, AdapterShape, FetchedAdapter
 from modeling.adapters.device_adapter import DeviceAdapter, Pool
 from modeling.adapters.device_copies import CopyEvent, DeviceCopies
+from modeling.adapters.file_factors import FileBLoads
 from modeling.adapters.host_cache import (
     HostAdapterCache,
     HostCacheSize,
     StagedAdapter,
-    copy_bytes,
-    linear_bytes,
-    page_bytes,
 )
 from modeling.adapters.host_pages import PAGE_ROWS
 from modeling.adapters.output_rows import OutputRows
+from modeling.adapters.pool_sizes import copy_bytes, linear_bytes, page_bytes
 from modeling.adapters.projection import (
     COPIED_KINDS,
     TOKEN_KINDS,
@@ -104,10 +103,11 @@ class AdapterBank:
         device: torch.device,
         base: Mapping[str, BaseRows] = MappingProxyType({}),
         base_linears: Mapping[ModulePosition, BaseLinear] = MappingProxyType({}),
+        in_place: bool | None = None,
     ) -> None:
         """Allocate the pools; `dtype` is the model's.
 
-        base, base_linears: as in `HostAdapterCache`.
+        base, base_linears, in_place: as in `HostAdapterCache`; None: on GPUs.
         """
         self.projections = tuple(projections)
         self.size = size
@@ -145,9 +145,13 @@ class AdapterBank:
         self._last_copy: dict[AdapterKey, CopyEvent] = {}
         self._slot_of_page: list[dict[int, int]] = [{} for _ in self.projections]
         self._device_copies = DeviceCopies(device)
+        in_place = (on_cuda if in_place is None else in_place) and size.slots > 0
         copies = HostCacheSize(self.pool_pages, size.max_rank, size.host_bytes if size.slots else 0)
         self._host_cache = HostAdapterCache(
-            self.projections, copies, dtype, on_cuda, base, base_linears
+            self.projections, copies, dtype, on_cuda, base, base_linears, in_place
+        )
+        self._file_b = FileBLoads(
+            self.projections if in_place else (), size.max_rank, dtype, device
         )
 
     @property
@@ -256,10 +260,14 @@ class AdapterBank:
         return before
 
     def _copy(self, staged: StagedAdapter, slot: int, table: list[list[int]]) -> None:
-        for pool, pages, part in zip(self.pools, staged.pages, table, strict=True):
+        for i, (pool, pages, part) in enumerate(zip(self.pools, staged.pages, table, strict=True)):
             for page, index in zip(pages, part, strict=True):
                 page.a.copy_to(pool.a[index].flatten(0, 1))
-                page.bt.copy_to(pool.bt[index].flatten(0, 1))
+                if i not in staged.file_b:
+                    page.bt.copy_to(pool.bt[index].flatten(0, 1))
+            if i in staged.file_b:
+                targets = [pool.bt[index] for index in part]
+                self._file_b.load(staged.file_b[i], [page.bt for page in pages], targets)
 
     def _copy_tables(
         self, staged: StagedAdapter, slot: int, table: list[list[int]], adapter: DeviceAdapter

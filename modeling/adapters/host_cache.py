@@ -8,7 +8,7 @@ range, or one for each piece that it crosses; each row range is one copy to the 
 import itertools
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
@@ -25,13 +25,14 @@ from configs.wire.adapters import (
     FetchedAdapter,
 )
 from modeling.adapters.chunk_layout import ChunkLayout, RowRange, lay_out
+from modeling.adapters.file_factors import FileB, find_in_file
 from modeling.adapters.host_pages import PAGE_ROWS, HostMatrix, HostPage, write_row
 from modeling.adapters.merge import OpenAdapter, open_fetched
 from modeling.adapters.output_rows import OutputRows, added_bias, output_rows
 from modeling.adapters.peft_adapter import PART_BYTES
 from modeling.adapters.pinned_pool import PinnedPool
+from modeling.adapters.pool_sizes import chunk_size
 from modeling.adapters.projection import (
-    COPIED_KINDS,
     BaseLinear,
     BaseRows,
     ModulePosition,
@@ -42,7 +43,7 @@ from modeling.adapters.projection import (
 from modeling.adapters.recipes import Recipes
 from modeling.adapters.row_norms import RowNorms, SummedRows
 from modeling.adapters.stacks import LoraStack
-from modeling.transfer import DeviceEvent, aligned
+from modeling.transfer import DeviceEvent
 from sharding.extents import Scratch
 from sources.files import fingerprint
 
@@ -55,12 +56,8 @@ _SETTINGS = {
 }
 """Which setting gives a pool its pages, where that is not device_pages."""
 
-MAX_CHUNK_BYTES = 2**20
 _KEPT_BYTES = 31 * 2**20
 """A block of it has glibc keep up to 62 MiB of freed memory; blocks over 32 MiB have no effect."""
-
-CHUNKS_OF_PAGE = 16
-"""One page of every pool takes at least this many chunks in all: small models waste little."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +69,7 @@ class StagedAdapter:
     chunks: of the pinned pool, in pieces.
     shape: pages and bytes, as the driver counts them.
     output_rows: for each projection, rows of Bt behind all LoRA rank rows.
+    file_b: the projections with Bt's pages that hold B as it lies in the file.
     """
 
     pages: tuple[tuple[HostPage, ...], ...]
@@ -79,6 +77,7 @@ class StagedAdapter:
     chunks: list[range]
     shape: AdapterShape
     output_rows: tuple[OutputRows, ...]
+    file_b: Mapping[int, FileB] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -106,11 +105,12 @@ class HostAdapterCache:
         pinned: bool,
         base: Mapping[str, BaseRows] = MappingProxyType({}),
         base_linears: Mapping[ModulePosition, BaseLinear] = MappingProxyType({}),
+        in_place: bool = False,
     ) -> None:
         """Allocate the pool.
 
         pinned: for copies to a CUDA device. base: as in `open_adapter`. base_linears: as in
-        `RowNorms`.
+        `RowNorms`. in_place: read plain factors from files to where they stay; loads transpose B.
         """
         _keep_freed_memory()
         self._base = base
@@ -121,6 +121,7 @@ class HostAdapterCache:
         self._projections = tuple(projections)
         self._size = size
         self._dtype = dtype
+        self._in_place = in_place
         self._num_rank_pools = max((p.num_ranked for p in self._projections), default=0)
         chunk_bytes = chunk_size(self._projections, dtype)
         self.pool = PinnedPool(size.host_bytes // chunk_bytes, chunk_bytes, pinned)
@@ -234,13 +235,17 @@ class HostAdapterCache:
         try:
             pages = self._pages(num_pages, chunks)
             self._zero(pages, ranks)
+            factors = find_in_file(opened, self._dtype) if self._in_place else None
+            if factors is not None:
+                opened = factors.read_into(pages)
             self._write(opened, pages, rows, SummedRows(adapter.row_sums))
             # After the last read, so that no later write can have been missed.
             _check_unchanged(adapter)
         except BaseException:
             self.pool.free(chunks)
             raise
-        return StagedAdapter(pages, ranks, chunks, shape, rows)
+        file_b = {} if factors is None else factors.of_b
+        return StagedAdapter(pages, ranks, chunks, shape, rows, file_b)
 
     def _check_fits(self, shape: AdapterShape) -> None:
         """Refuse an adapter that would not fit into empty pools."""
@@ -363,13 +368,6 @@ def _keep_freed_memory() -> None:
     torch.empty(_KEPT_BYTES, dtype=torch.uint8)
 
 
-def chunk_size(projections: Sequence[Projection], dtype: torch.dtype) -> int:
-    """Return a chunk's bytes: a small part of one page of every pool, at least the widest row."""
-    widest = max((max(p.local_inputs, p.local_outputs) for p in projections), default=0)
-    part = min(MAX_CHUNK_BYTES, page_bytes(projections, dtype) // CHUNKS_OF_PAGE)
-    return max(aligned(max(part, widest * dtype.itemsize)), aligned(1))
-
-
 def _check_unchanged(adapter: FetchedAdapter) -> None:
     """Refuse files that changed since their digest was computed."""
     for member in adapter.members:
@@ -378,23 +376,3 @@ def _check_unchanged(adapter: FetchedAdapter) -> None:
                 AdapterRefusal.UNAVAILABLE,
                 f"adapter {member.name!r} changed while it was read: try again",
             )
-
-
-def page_bytes(projections: Sequence[Projection], dtype: torch.dtype) -> int:
-    """Return the bytes of one page of every pool of factors: the unit of their size."""
-    factors = [p for p in projections if not p.kind.whole and p.kind not in COPIED_KINDS]
-    widths = sum(p.num_layers * (p.local_inputs + p.local_outputs) for p in factors)
-    return PAGE_ROWS * dtype.itemsize * widths
-
-
-def linear_bytes(projections: Sequence[Projection], dtype: torch.dtype) -> int:
-    """Return the bytes of the pools of whole linear maps and draft heads."""
-    whole = [p for p in projections if p.kind in COPIED_KINDS]
-    rows = sum(p.copies * p.num_layers * p.local_inputs for p in whole)
-    return PAGE_ROWS * dtype.itemsize * rows
-
-
-def copy_bytes(projections: Sequence[Projection], dtype: torch.dtype) -> int:
-    """Return the bytes of one page of every pool of whole matrices."""
-    whole = [p for p in projections if p.kind.whole]
-    return PAGE_ROWS * dtype.itemsize * sum(p.num_layers * p.local_inputs for p in whole)

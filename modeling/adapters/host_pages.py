@@ -7,6 +7,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 PAGE_ROWS = 8
@@ -74,10 +75,17 @@ class HostMatrix:
                 part[: count * PAGE_ROWS].view(own.shape).copy_(own)
                 done += count * PAGE_ROWS
 
-    def copy_to(self, page: Tensor) -> None:
-        """Queue a copy of all rows to a page of a pool, [rows, width], on the current stream."""
+    def copy_to(self, target: Tensor, begin: int = 0) -> None:
+        """Queue a copy of rows from `begin` on to [rows, width], on the current stream."""
         for first, part in zip(self.firsts, self.ranges, strict=True):
-            page[first : first + len(part)].copy_(part, non_blocking=True)
+            start, stop = max(first, begin), min(first + len(part), begin + len(target))
+            if start < stop:
+                own = part[start - first : stop - first]
+                target[start - begin : stop - begin].copy_(own, non_blocking=True)
+
+    def memory(self) -> list[memoryview]:
+        """Return the bytes of each row range."""
+        return [part.flatten().view(torch.uint8).numpy().data for part in self.ranges]
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
 """A PEFT adapter's files that passed all checks, read stack by stack."""
 
 import itertools
-import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from modeling.adapters.peft_heads import HeadTensors
 from modeling.adapters.peft_names import WEIGHTS_NAME
 from modeling.adapters.peft_norms import NormTensors
 from modeling.adapters.peft_score import ScoreTensor
-from modeling.adapters.peft_tensors import check_finite
+from modeling.adapters.peft_tensors import check_finite, have_finite_sums
 from modeling.adapters.peft_tokens import TokenTensor
 from modeling.adapters.peft_whole import WholeLinearTensors
 from modeling.adapters.projection import ModulePosition, Projection
@@ -131,6 +131,11 @@ class PeftAdapter:
         for part in self.experts.parts():
             yield from self._expert_stacks(part)
 
+    def without(self, modules: Collection[str]) -> Self:
+        """Return the adapter without some modules, which are read otherwise."""
+        rest = {name: at for name, at in self.modules.items() if name not in modules}
+        return replace(self, modules=rest)
+
     def names(self, module: str) -> FactorNames:
         """Return the names of a module's factors."""
         if module not in self._names:
@@ -238,7 +243,7 @@ class PeftAdapter:
 def _check_finite(keys: Sequence[str], found: Stacks) -> None:
     """Refuse NaN and infinity; keys: of all tensors."""
     # One sum for all of a type; only if it is not finite, a look at each tensor.
-    if not all(math.isfinite(numbers.sum()) for numbers in found.flat):
+    if not have_finite_sums(found.flat):
         for key, tensor in zip(keys, itertools.chain(*found.stacks), strict=True):
             check_finite(key, tensor)
 

@@ -1,5 +1,8 @@
 """Checks of single tensors in a PEFT file."""
 
+import math
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -14,6 +17,11 @@ def check_type(key: str, dtype: str) -> None:
     """Refuse tensors of whole numbers."""
     if dtype not in FLOATS:
         refuse(f"{key} has type {dtype}: save the adapter in float32, float16 or bfloat16")
+
+
+def have_finite_sums(tensors: Iterable[Tensor]) -> bool:
+    """Return whether the sum of each is finite, which it is not if any number is not."""
+    return all(math.isfinite(tensor.sum()) for tensor in tensors)
 
 
 def check_finite(key: str, tensor: Tensor) -> None:

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from modeling.adapters.chunk_layout import ChunkLayout, lay_out
-from modeling.adapters.host_cache import chunk_size
 from modeling.adapters.pinned_pool import PinnedPool
+from modeling.adapters.pool_sizes import chunk_size
 from tests.modeling.adapters.lora_files import DOWN, UP
 
 
