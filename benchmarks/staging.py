@@ -1,4 +1,4 @@
-"""What reading adapters costs the thread that launches steps beside it; needs no GPU.
+"""What reading adapters costs the thread that launches steps beside it.
 
     python -m benchmarks.staging --readers 4 --switch-ms 0.5
     python -m benchmarks.staging --large --adapters 8
@@ -33,7 +33,7 @@ HOST_BYTES, CALLS, EVERY_S = 2**30, 150, 0.005
 LARGEST_RANK = 16
 
 
-def make_bank(shape: str) -> AdapterBank:
+def make_bank(shape: str, device: str) -> AdapterBank:
     """A bank with a host tier for all of them, in bfloat16."""
     layers = SHAPES[shape]["num_hidden_layers"]
     projections = [
@@ -41,7 +41,7 @@ def make_bank(shape: str) -> AdapterBank:
         for name, (i, o) in projection_sizes(shape).items()
     ]
     size = BankSize(pages=2, slots=1, max_rank=LARGEST_RANK, host_bytes=HOST_BYTES)
-    return AdapterBank(projections, size, torch.bfloat16, torch.device("cpu"))
+    return AdapterBank(projections, size, torch.bfloat16, torch.device(device))
 
 
 class LaunchThread:
@@ -69,10 +69,10 @@ class LaunchThread:
 
 
 def measure(
-    folder: Path, shape: str, names: Sequence[str], readers: int
+    folder: Path, shape: str, names: Sequence[str], readers: int, device: str
 ) -> dict[str, float | None]:
     """Stage all alone, then side by side beside launches."""
-    bank, count = make_bank(shape), len(names)
+    bank, count = make_bank(shape, device), len(names)
     fetched = [
         FetchedAdapter(AdapterKey(i), name, str(folder / name), name)
         for i, name in enumerate(names)
@@ -112,6 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     made.add_argument("--adapters", type=int, default=40)
     made.add_argument("--large", action="store_true")
     made.add_argument("--readers", type=int, default=4)
+    made.add_argument("--device", default="cpu", help="cuda: as ranks with a GPU stage")
     made.add_argument("--switch-ms", type=float, default=SWITCH_INTERVAL_S * 1e3)
     parsed = made.parse_args(arguments)
     count = parsed.adapters
@@ -121,10 +122,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.setswitchinterval(parsed.switch_ms / 1e3)
     settings = {
         "readers": parsed.readers,
+        "device": parsed.device,
         "switch_ms": parsed.switch_ms,
         "adapters": parsed.adapters,
     }
-    row = measure(parsed.work, parsed.shape, [each.name for each in wanted], parsed.readers)
+    row = measure(
+        parsed.work, parsed.shape, [each.name for each in wanted], parsed.readers, parsed.device
+    )
     print(json.dumps(settings | row))
 
 

@@ -103,11 +103,11 @@ class AdapterBank:
         device: torch.device,
         base: Mapping[str, BaseRows] = MappingProxyType({}),
         base_linears: Mapping[ModulePosition, BaseLinear] = MappingProxyType({}),
-        in_place: bool | None = None,
+        direct_reads: bool | None = None,
     ) -> None:
         """Allocate the pools; `dtype` is the model's.
 
-        base, base_linears, in_place: as in `HostAdapterCache`; None: on GPUs.
+        base, base_linears, direct_reads: as in `HostAdapterCache`.
         """
         self.projections = tuple(projections)
         self.size = size
@@ -121,20 +121,17 @@ class AdapterBank:
         )
         ranked = [p for p in self.projections if p.kind is not ProjectionKind.EXPERTS]
         layers = max((p.num_ranked for p in ranked), default=0)
-        count = len(self.projections)
-        max_pages = -(-size.max_rank // PAGE_ROWS)
-        self.page_table = torch.zeros(
-            size.slots, count, max_pages, dtype=torch.int32, device=device
-        )
-        self.ranks = torch.zeros(size.slots, count, layers, dtype=torch.int32, device=device)
-        shape = (size.slots, count, len(OutputRows._fields))
+        of_slots = (size.slots, len(self.projections))
+        pages = -(-size.max_rank // PAGE_ROWS)
+        self.page_table = torch.zeros(*of_slots, pages, dtype=torch.int32, device=device)
+        self.ranks = torch.zeros(*of_slots, layers, dtype=torch.int32, device=device)
+        shape = (*of_slots, len(OutputRows._fields))
         self.output_rows = torch.full(shape, -1, dtype=torch.int32, device=device)
         # The source of a slot's tables on the device: rewritten only after the slot's last copy.
         on_cuda = device.type == "cuda"
-        self._host_table = torch.zeros(self.page_table.shape, dtype=torch.int32, pin_memory=on_cuda)
-        self._host_ranks = torch.zeros(self.ranks.shape, dtype=torch.int32, pin_memory=on_cuda)
-        self._host_output_rows = torch.zeros(
-            self.output_rows.shape, dtype=torch.int32, pin_memory=on_cuda
+        self._host_table, self._host_ranks, self._host_output_rows = (
+            torch.zeros(table.shape, dtype=torch.int32, pin_memory=on_cuda)
+            for table in (self.page_table, self.ranks, self.output_rows)
         )
         self._loaded: list[DeviceAdapter | None] = [None] * size.slots
         # Slots of adapters that change more than linear maps, which few do: each step looks here.
@@ -145,14 +142,12 @@ class AdapterBank:
         self._last_copy: dict[AdapterKey, CopyEvent] = {}
         self._slot_of_page: list[dict[int, int]] = [{} for _ in self.projections]
         self._device_copies = DeviceCopies(device)
-        in_place = (on_cuda if in_place is None else in_place) and size.slots > 0
         copies = HostCacheSize(self.pool_pages, size.max_rank, size.host_bytes if size.slots else 0)
         self._host_cache = HostAdapterCache(
-            self.projections, copies, dtype, on_cuda, base, base_linears, in_place
+            self.projections, copies, dtype, on_cuda, base, base_linears, direct_reads
         )
-        self._file_b = FileBLoads(
-            self.projections if in_place else (), size.max_rank, dtype, device
-        )
+        transposed = self.projections if self._host_cache.direct_reads and size.slots else ()
+        self._file_b = FileBLoads(transposed, size.max_rank, dtype, device)
 
     @property
     def pool_pages(self) -> tuple[int, ...]:

@@ -105,12 +105,13 @@ class HostAdapterCache:
         pinned: bool,
         base: Mapping[str, BaseRows] = MappingProxyType({}),
         base_linears: Mapping[ModulePosition, BaseLinear] = MappingProxyType({}),
-        in_place: bool = False,
+        direct_reads: bool | None = None,
     ) -> None:
         """Allocate the pool.
 
         pinned: for copies to a CUDA device. base: as in `open_adapter`. base_linears: as in
-        `RowNorms`. in_place: read plain factors from files to where they stay; loads transpose B.
+        `RowNorms`. direct_reads: read plain factors from files to where they stay, and leave it to
+        loads to transpose B; None: as `pinned`.
         """
         _keep_freed_memory()
         self._base = base
@@ -121,7 +122,7 @@ class HostAdapterCache:
         self._projections = tuple(projections)
         self._size = size
         self._dtype = dtype
-        self._in_place = in_place
+        self.direct_reads = pinned if direct_reads is None else direct_reads
         self._num_rank_pools = max((p.num_ranked for p in self._projections), default=0)
         chunk_bytes = chunk_size(self._projections, dtype)
         self.pool = PinnedPool(size.host_bytes // chunk_bytes, chunk_bytes, pinned)
@@ -235,7 +236,7 @@ class HostAdapterCache:
         try:
             pages = self._pages(num_pages, chunks)
             self._zero(pages, ranks)
-            factors = find_in_file(opened, self._dtype) if self._in_place else None
+            factors = find_in_file(opened, self._dtype) if self.direct_reads else None
             if factors is not None:
                 opened = factors.read_into(pages)
             self._write(opened, pages, rows, SummedRows(adapter.row_sums))

@@ -39,13 +39,13 @@ def pools(
     folder: Path,
     dtype: torch.dtype,
     device: str,
-    in_place: bool,
+    direct_reads: bool,
     projections: tuple[Projection, ...] = (UP, DOWN),
     filler: float = float("nan"),
 ) -> list[Tensor]:
     """All pages of an adapter after a load; everything was `filler` before."""
     size = BankSize(pages=16, slots=1, max_rank=64, host_bytes=2**20)
-    bank = AdapterBank(projections, size, dtype, torch.device(device), in_place=in_place)
+    bank = AdapterBank(projections, size, dtype, torch.device(device), direct_reads=direct_reads)
     tier = bank._host_cache.pool
     numbers = tier.num_chunks * tier.chunk_bytes // dtype.itemsize
     tier.rows(range(tier.num_chunks), 0, (1, numbers), dtype).fill_(filler)
@@ -58,7 +58,7 @@ def pools(
     return [part.cpu() for pool in bank.pools for part in (pool.a, pool.bt)]
 
 
-def projections_in_place(folder: Path, dtype: torch.dtype) -> set[int]:
+def direct_projections(folder: Path, dtype: torch.dtype) -> set[int]:
     opened = open_fetched(fetched(folder), (UP, DOWN), 64, {}, Recipes())
     found = find_in_file(opened, dtype)
     return set() if found is None else {*found.modules}
@@ -98,19 +98,19 @@ def test_pools_are_those_of_factors_that_were_copied(
         torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
-def test_what_is_read_in_place(tmp_path: Path) -> None:
+def test_which_factors_are_read_so(tmp_path: Path) -> None:
     half = torch.bfloat16
     plain = factors(UP, [8, 8], 1, half) | factors(DOWN, [8], 2, half)
     folder = write_lora(tmp_path / "plain", plain, r=8)
-    assert projections_in_place(folder, half) == {0, 1}
-    assert projections_in_place(folder, torch.float16) == set()
+    assert direct_projections(folder, half) == {0, 1}
+    assert direct_projections(folder, torch.float16) == set()
     mixed = factors(UP, [8, 16], 1, half) | factors(DOWN, [8], 2, half)
     fields = {"r": 8, "rank_pattern": {"layers.1.up": 16}}
-    assert projections_in_place(write_lora(tmp_path / "ranks", mixed, **fields), half) == {1}
+    assert direct_projections(write_lora(tmp_path / "ranks", mixed, **fields), half) == {1}
     scaled = {"r": 8, "alpha_pattern": {"layers.0.up": 3}}
-    assert projections_in_place(write_lora(tmp_path / "scales", plain, **scaled), half) == {1}
+    assert direct_projections(write_lora(tmp_path / "scales", plain, **scaled), half) == {1}
     wide = factors(UP, [8, 8], 1, half) | factors(DOWN, [8], 2, torch.float32)
-    assert projections_in_place(write_lora(tmp_path / "types", wide, r=8), half) == {0}
+    assert direct_projections(write_lora(tmp_path / "types", wide, r=8), half) == {0}
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("-inf")])
