@@ -18,11 +18,21 @@ RETRY_S = 0.5
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt, the adapter (None: the base model), and the right answer."""
+    """A prompt, the adapter (None: the base model), and the right answer.
+
+    tokens: the answer's most; None: as many as the server allows.
+    """
 
     prompt: str
     adapter: str | None
     answer: str
+    tokens: int | None = None
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The request, greedy."""
+        wanted = {"adapter_id": self.adapter, "max_new_tokens": self.tokens}
+        return {"inputs": self.prompt, "parameters": wanted}
 
 
 @dataclass
@@ -95,8 +105,7 @@ class Load:
     async def _stream(self, session: aiohttp.ClientSession, story: Story) -> str:
         """The text of one stream; ConnectionError if it breaks off or ends in an error."""
         question, text, last = story.question, "", time.monotonic()
-        body = {"inputs": question.prompt, "parameters": {"adapter_id": question.adapter}}
-        async with session.post(f"{self._url}/generate_stream", json=body) as reply:
+        async with session.post(f"{self._url}/generate_stream", json=question.body) as reply:
             if reply.status != 200:
                 raise ConnectionError(f"{reply.status} {(await reply.text())[:150]}")
             async for line in reply.content:
