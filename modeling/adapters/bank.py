@@ -86,7 +86,8 @@ class AdapterBank:
     `stage` and `drop` may run on any thread, beside steps. `load` and `in_use` must run on the
     thread that launches steps: they order copies and kernels.
 
-    page_table: int32 [slots, projections, pages of max_rank], on the device.
+    page_table: int32 [slots, projections, pages of max_rank], on the device; of experts -1 behind
+    an adapter's last page.
     ranks: int32 [slots, projections, layers], on the device; without experts.
     embedding, head, norms: the index of each one's projection; None where adapters cannot change
     it.
@@ -269,8 +270,10 @@ class AdapterBank:
     ) -> None:
         rows = self._host_table[slot].zero_()
         for projection, row, part in zip(self.projections, rows, table, strict=True):
+            if projection.kind is ProjectionKind.EXPERTS:
+                row.fill_(-1)  # Kernels read how many there are here: `ranks` has none of experts.
             # No kernel reads the pages of these.
-            if projection.kind not in (ProjectionKind.SCORE, ProjectionKind.EXPERTS):
+            if projection.kind is not ProjectionKind.SCORE:
                 # A page of scales alone may lie behind those of the largest rank.
                 named = part[: len(row)]
                 row[: len(named)] = torch.tensor(named, dtype=torch.int32)

@@ -89,6 +89,38 @@ class NormAdapters(Protocol):
         ...
 
 
+class ExpertDeltas(Protocol):
+    """A captured step's adapters of experts; kernels of products read more of them."""
+
+    def add(
+        self,
+        y: Tensor,
+        x: Tensor,
+        experts: Tensor,
+        tokens: Tensor,
+        projection: int,
+        first: int,
+        count: int,
+        offset: int,
+    ) -> None:
+        """Add a projection's deltas to y [pairs, out], from column `offset` on.
+
+        x: [pairs, in]. experts, tokens: int64 [pairs], those of each pair. first: the layer's first
+        expert, counted over all layers; count: this rank's experts.
+        """
+        ...
+
+
+@runtime_checkable
+class ExpertAdapters(Protocol):
+    """What a captured step's adapters do to experts."""
+
+    @property
+    def expert_deltas(self) -> ExpertDeltas | None:
+        """None where the step is of adapters without factors of experts."""
+        ...
+
+
 @runtime_checkable
 class WholeAdapters(Protocol):
     """What a step's adapters do to whole linear maps (`whole_linears.py`)."""

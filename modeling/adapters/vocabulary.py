@@ -214,14 +214,14 @@ def adapts_more(bank: AdapterBank, slots: Sequence[int]) -> bool:
     return bank.changes(slots, kinds)
 
 
-def needs_launches(bank: AdapterBank, slots: Sequence[int]) -> bool:
+def needs_launches(bank: AdapterBank, slots: Sequence[int], has_experts: bool = False) -> bool:
     """Whether some adapter of a step (-1: base) changes what captured steps leave as it is.
 
     Those are a whole embedding, head or linear map, experts, routers, and more trained tokens than
-    the largest rank.
+    the largest rank. has_experts: whether the steps have adapters of experts.
     """
-    kinds = (*WHOLE_KINDS.values(), *ROUTED_KINDS, ProjectionKind.WHOLE_LINEAR)
-    if bank.changes(slots, kinds):
+    routed = (ProjectionKind.ROUTER,) if has_experts else ROUTED_KINDS
+    if bank.changes(slots, (*WHOLE_KINDS.values(), *routed, ProjectionKind.WHOLE_LINEAR)):
         return True
     rows = bank.token_rows
     if rows is None or not bank.changes(slots, TOKEN_KINDS.values()):

@@ -10,6 +10,7 @@ request owns, and their samples go to the token buffer's dummy token.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import partial
 from typing import NamedTuple
 
@@ -60,6 +61,14 @@ def size_for(sizes: Sequence[int], num_rows: int) -> int | None:
     return next((size for size in sizes if num_rows <= size), None)
 
 
+class StepAdapters(IntEnum):
+    """What the adapters of a captured step change: nothing, all but experts, or these too."""
+
+    NONE = 0
+    OTHERS = 1
+    EXPERTS = 2
+
+
 @dataclass(frozen=True)
 class GraphParts:
     """What captured steps are made of.
@@ -70,6 +79,7 @@ class GraphParts:
     dummy_block: a cache block that no request owns.
     vocab_size, dtype: of the logits.
     adapters: None where steps with adapters are not captured.
+    has_experts: whether those are that have adapters of experts.
     queries: tokens that each row has room for; more than 1 in steps that check drafts.
     width: of the states; 0 where no heads read them.
     """
@@ -83,6 +93,13 @@ class GraphParts:
     adapters: AdapterStepPlan | None
     queries: int = 1
     width: int = 0
+    has_experts: bool = False
+
+    @property
+    def kinds(self) -> tuple[StepAdapters, ...]:
+        """Those of which steps are captured."""
+        most = StepAdapters.EXPERTS if self.has_experts else StepAdapters.OTHERS
+        return tuple(StepAdapters)[: 1 + (most if self.adapters else 0)]
 
 
 @dataclass(frozen=True)
@@ -291,6 +308,7 @@ class DecodeGraphs:
         """sizes: of rows. `record_next` records one after the other. outputs: None for its own."""
         self.sizes = tuple(sorted(sizes))
         self.queries = parts.queries
+        self.has_experts = parts.has_experts
         most = self.sizes[-1] * parts.queries
         self._parts = parts
         self._fused = fused_ops(device)
@@ -298,36 +316,42 @@ class DecodeGraphs:
         self._outputs = outputs or StepOutputs.of(parts, most, device)
         self._record = record
         self._steps: dict[int, PaddedStep] = {}
-        self._replays: dict[tuple[int, bool], Callable[[], None]] = {}
+        self._replays: dict[tuple[int, StepAdapters], Callable[[], None]] = {}
         # The largest first, so that the others fit into its memory.
         self.unrecorded = list(self.sizes)
         self._recorded: list[int] = []
 
     def record_next(self) -> None:
-        """Record the largest size that is left, for base rows alone and with adapters."""
+        """Record the largest size that is left, for each kind of adapters."""
         size, parts = self.unrecorded.pop(), self._parts
         step = PaddedStep(parts, size, self._staging.device_bytes)
-        for with_adapters in (False,) if parts.adapters is None else (False, True):
-            self._copy_inputs(step, StepLayout.empty(len(parts.backends)), with_adapters)
+        for kind in parts.kinds:
+            self._copy_inputs(step, StepLayout.empty(len(parts.backends)), kind)
             # Without tiles there are the base products of few rows alone.
-            tiles = None if with_adapters else 0
-            adapters = parts.adapters.batch(step.tokens, tiles) if parts.adapters else None
+            tiles = None if kind else 0
+            has_experts = kind is StepAdapters.EXPERTS
+            plan = parts.adapters
+            adapters = plan.batch(step.tokens, tiles, has_experts) if plan else None
             compute = partial(self._compute, step, adapters)
-            self._replays[size, with_adapters] = self._record(compute)
+            self._replays[size, kind] = self._record(compute)
         self._steps[size] = step
         self._recorded.insert(0, size)
 
-    def run(self, layout: StepLayout) -> GraphOutput | None:
-        """Replay a step; None when no graph serves it."""
+    def run(self, layout: StepLayout, with_experts: bool = False) -> GraphOutput | None:
+        """Replay a step; None when no graph serves it. with_experts: whether adapters change any.
+
+        It must be false where `GraphParts.has_experts` is.
+        """
         rows = layout.num_rows
         # Padding rows cost little: until its own size is recorded, a step takes a larger one.
         size = size_for(self._recorded, rows)
-        with_adapters = max(layout.adapter_slots) >= 0
-        if size is None or (size, with_adapters) not in self._replays or not self._has_form(layout):
+        kind = StepAdapters.OTHERS if max(layout.adapter_slots) >= 0 else StepAdapters.NONE
+        kind = StepAdapters.EXPERTS if with_experts else kind
+        if size is None or (size, kind) not in self._replays or not self._has_form(layout):
             return None
         step, samples = self._steps[size], len(layout.targets)
-        self._copy_inputs(step, layout, with_adapters)
-        self._replays[size, with_adapters]()
+        self._copy_inputs(step, layout, kind)
+        self._replays[size, kind]()
         logits, tokens, states = (each[:samples] for each in self._outputs)
         own = states if self._parts.width else None
         return GraphOutput(tokens, logits, step.targets[:samples], self.queries == 1, own)
@@ -338,7 +362,7 @@ class DecodeGraphs:
         pieces = (len(layout.adapter_slots), *(len(each.key_lengths) for each in layout.groups))
         return 1 <= layout.most_queries <= self.queries and set(pieces) == {rows}
 
-    def _copy_inputs(self, step: PaddedStep, layout: StepLayout, with_adapters: bool) -> None:
+    def _copy_inputs(self, step: PaddedStep, layout: StepLayout, kind: StepAdapters) -> None:
         """Queue all that the step's graph reads, on the current stream."""
         # The device bytes exist once: the stream's order puts this copy behind the last replay.
         # The host bytes exist twice: the last step's copy may not have read its own yet.
@@ -347,7 +371,7 @@ class DecodeGraphs:
         for group in step.groups:
             group.attention.plan(buffer)
         self._staging.sent()
-        if with_adapters and self._parts.adapters is not None:
+        if kind and self._parts.adapters is not None:
             padding = [-1] * (step.size - layout.num_rows)
             self._parts.adapters.update(layout.adapter_slots + padding, [self.queries] * step.size)
 

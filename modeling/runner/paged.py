@@ -13,6 +13,7 @@ from modeling.adapters.kernels.reference import NO_DELTAS
 from modeling.adapters.kernels.select import AdapterStepPlan
 from modeling.adapters.norms import AdaptedNorms
 from modeling.adapters.product import AdapterData
+from modeling.adapters.projection import ProjectionKind
 from modeling.adapters.vocabulary import (
     VocabularyAdapters,
     adapts_more,
@@ -161,11 +162,13 @@ class ModelRunner(BaseRunner):
 
         Returns also what the head read, where heads read it too.
         """
-        if self._decode_graphs is None or self._replaces(layout.adapter_slots):
+        slots, graphs = layout.adapter_slots, self._decode_graphs
+        if graphs is None or self._replaces(slots, graphs.has_experts):
             return None
+        with_experts = self._bank.changes(slots, (ProjectionKind.EXPERTS,))
         # With the least room first.
-        graphs = (self._decode_graphs, *self._checked_graphs)
-        found = (output for each in graphs if (output := each.run(layout)) is not None)
+        runs = (each.run(layout, with_experts) for each in (graphs, *self._checked_graphs))
+        found = (output for output in runs if output is not None)
         if (output := next(found, None)) is None:
             return None
         self.num_captured += 1
@@ -223,10 +226,13 @@ class ModelRunner(BaseRunner):
         self.num_captured += hidden is not None
         return hidden
 
-    def _replaces(self, slots: Sequence[int]) -> bool:
-        """Return whether an adapter replaces what captured steps read of the base model."""
+    def _replaces(self, slots: Sequence[int], has_experts: bool = False) -> bool:
+        """Return whether an adapter replaces what captured steps read of the base model.
+
+        has_experts: whether those steps have adapters of experts.
+        """
         has_norms = self._norms.changes(slots) and not self._norms.capturable
-        return has_norms or needs_launches(self._bank, slots)
+        return has_norms or needs_launches(self._bank, slots, has_experts)
 
     def _head(self, layout: StepLayout, hidden: Tensor, at: Ints) -> Tensor:
         """Return the logits of those of a step's tokens that are `at` these indices."""

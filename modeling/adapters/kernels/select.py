@@ -21,8 +21,13 @@ class AdapterStepPlan(Protocol):
         """Write the next step's description, before its replay; returns its number of tiles."""
         ...
 
-    def batch(self, num_tokens: int, num_tiles: int | None = None) -> AdapterData:
-        """Return the data of any step of so many tokens, to capture; num_tiles: `update`'s."""
+    def batch(
+        self, num_tokens: int, num_tiles: int | None = None, has_experts: bool = False
+    ) -> AdapterData:
+        """Return the data of steps of so many tokens; num_tiles: `update`'s, None to capture any.
+
+        has_experts: whether to capture steps of which some adapter has factors of experts.
+        """
         ...
 
 

@@ -28,6 +28,7 @@ from modeling.adapters.kernels.triton_wide import (
     wide_shrink_kernel,
 )
 from modeling.adapters.product import OutputSlice
+from modeling.adapters.projection import ProjectionKind
 from modeling.triton_launch import Launcher, has_dependent_launch
 
 
@@ -70,6 +71,8 @@ class TritonBuffers:
         self._groups: dict[tuple[OutputSlice, ...], LaunchGroup] = {}
         self.norm_pages = torch.full((max_tokens,), -1, dtype=torch.int32, device=device)
         self._has_norms = False
+        # Read where adapters have factors of experts alone.
+        self.slots = torch.full((max_tokens,), -1, dtype=torch.int32, device=device)
 
     def form(self, num_tokens: int) -> Form:
         """Return how a step of so many tokens is cut."""
@@ -91,12 +94,10 @@ class TritonBuffers:
         assert len(of_token) <= self.max_tokens, (len(of_token), self.max_tokens)
         form, most = self.form(len(of_token)), self.max_tiles(len(of_token))
         records, num_tiles = cut_tiles(of_token, form.tile_tokens, most, form.gated is not None)
-        host = torch.from_numpy(records.reshape(-1))
-        if self.records.device.type == "cuda":
-            # torch gives pinned memory back only after the copy: two steps may be in flight.
-            host = host.pin_memory()
-        self.records[: len(host)].copy_(host, non_blocking=True)
+        self._copy(self.records, records.reshape(-1))
         self._update_norms(of_token)
+        if self.bank.changes(slots, (ProjectionKind.EXPERTS,)):
+            self._copy(self.slots, of_token)
         return num_tiles
 
     def _update_norms(self, of_token: npt.NDArray[np.int32]) -> None:
@@ -112,10 +113,16 @@ class TritonBuffers:
         found = np.full(self.max_tokens, -1, dtype=np.int32)
         for slot, page in pages.items():
             found[: len(of_token)][of_token == slot] = page
-        host = torch.from_numpy(found)
-        if self.norm_pages.device.type == "cuda":
+        self._copy(self.norm_pages, found)
+
+    @staticmethod
+    def _copy(buffer: torch.Tensor, values: npt.NDArray[np.int32]) -> None:
+        """Queue a copy of the values to a buffer's beginning."""
+        host = torch.from_numpy(values)
+        if buffer.device.type == "cuda":
+            # torch gives pinned memory back only after the copy: two steps may be in flight.
             host = host.pin_memory()
-        self.norm_pages.copy_(host, non_blocking=True)
+        buffer[: len(host)].copy_(host, non_blocking=True)
 
     def group(self, targets: tuple[OutputSlice, ...]) -> LaunchGroup:
         """Return what a launch for these targets reads, made once."""

@@ -5,13 +5,16 @@ from collections.abc import Sequence
 from modeling.adapters.bank import AdapterBank
 from modeling.adapters.kernels.triton_buffers import TritonBuffers
 from modeling.adapters.kernels.triton_step import TritonBatch, TritonEnds, TritonRows
+from modeling.triton_pairs import PairDeltas
 
 
 class TritonPlan(TritonBuffers):
     """The buffers, and the data of steps that read them; see `AdapterStepPlan`."""
 
-    def batch(self, num_tokens: int, num_tiles: int | None = None) -> TritonBatch:
-        """Return the data of steps of so many tokens; num_tiles: `update`'s, None to capture."""
+    def batch(
+        self, num_tokens: int, num_tiles: int | None = None, has_experts: bool = False
+    ) -> TritonBatch:
+        """Return the data of steps of so many tokens; see `AdapterStepPlan`."""
         if num_tiles is not None:
             return TritonBatch(self, num_tokens, num_tiles)
         kind = TritonBatch if self.bank.embedding is None else TritonEnds
@@ -20,6 +23,10 @@ class TritonPlan(TritonBuffers):
         captured = kind(self, num_tokens, self.max_tiles(num_tokens))
         if self.bank.norms is not None:
             captured.norm_pages = self.norm_pages[:num_tokens]
+        if has_experts:
+            slots, pools = self.slots[:num_tokens], self.bank.pools
+            parts = tuple((pool.a, pool.bt) for pool in pools)
+            captured.expert_deltas = PairDeltas(slots, self.bank.page_table, parts)
         return captured
 
 

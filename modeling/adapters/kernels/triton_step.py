@@ -19,16 +19,19 @@ from modeling.adapters.kernels.triton_wide import GATED_CONSTANTS, gated_argumen
 from modeling.adapters.peft_tokens import DIGIT, NUM_DIGITS
 from modeling.adapters.product import OutputSlice
 from modeling.triton_launch import aligned, launch_options
+from modeling.triton_pairs import PairDeltas
 from sharding.linear_weight import LinearWeight
 
 
 class TritonBatch:
     """The adapters of one step of `num_tokens` tokens, as the plan's buffers describe it.
 
-    norm_pages: see `NormAdapters`; None for a step that is not captured.
+    norm_pages, expert_deltas: see `NormAdapters` and `ExpertAdapters`; None for a step that is not
+    captured.
     """
 
     norm_pages: Tensor | None = None
+    expert_deltas: PairDeltas | None = None
 
     def __init__(self, plan: TritonBuffers, num_tokens: int, num_tiles: int) -> None:
         """num_tiles: how many records of the plan are read."""

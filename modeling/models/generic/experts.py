@@ -26,9 +26,10 @@ from modeling.adapters.experts import (
     has_aligned_sides,
     route,
 )
+from modeling.adapters.product import ExpertDeltas
 from modeling.adapters.projection import ModulePosition, Projection
 from modeling.models.generic.cuts import CutPlan
-from modeling.models.generic.fused_experts import ExpertKernels
+from modeling.models.generic.fused_experts import ExpertKernels, FusedExperts
 from modeling.models.generic.routed_projections import (
     expert_projections,
     layer_template,
@@ -47,6 +48,9 @@ ON_GPUS = frozenset(
     )
 )  # fmt: skip
 """Types that take adapters of experts and routers on a GPU, where they were compared."""
+
+CAPTURED = False
+"""Whether captured steps have adapters of experts: no GPU has compared those kernels yet."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +139,11 @@ class RoutedLayers:
             self._routers += [RoutedModule(m, i, targets) for i, (_, m) in enumerate(members)]
         self.projections: tuple[Projection, ...] = tuple(made)
 
+    @property
+    def are_captured(self) -> bool:
+        """Whether captured steps can have adapters of experts, once the weights were read."""
+        return CAPTURED and not any(has_stored(each.module) for each in self._experts)
+
     def install(self, step: CurrentStep, device: torch.device) -> None:
         """Let them be computed with the step's adapters, and by our kernels where those fit.
 
@@ -178,10 +187,14 @@ def _experts_adapted(
     top_k_weights: Tensor,
 ) -> Tensor:
     """[tokens, hidden] to the same shape; top_k_index, top_k_weights: [tokens, experts of one]."""
-    module, groups = layer.module, step.routed
+    module, groups, deltas = layer.module, step.routed, step.expert_deltas
+    first = layer.layer * len(layer.own)
     is_plain = not groups and not layer.is_spread and not has_stored(module)
     if is_plain and has_aligned_sides(module.down_proj):
-        return plain(hidden_states, top_k_index, top_k_weights)
+        given = (hidden_states, top_k_index, top_k_weights)
+        at_once = plain(*given) if deltas is None else _at_once(layer, plain, given, deltas, first)
+        if at_once is not None:
+            return at_once
     ids, count, active = layer.local(top_k_index), len(layer.own), top_k_index.shape[1]
     pairs = RoutedPairs.of(ids.flatten(), count)
     of_pairs = ids.flatten()[pairs.rows]
@@ -193,16 +206,16 @@ def _experts_adapted(
         y = grouped_product(inputs_of(module, parameter, x), weight, pairs.ends)
         if module.has_bias:
             y += getattr(module, f"{parameter}_bias")[of_pairs.clamp(max=count - 1)]
-        for adapter in adapters:
-            for target in layer.targets[which]:
-                adapter.add(y, x, target.projection, layer.layer * count, target.offset)
+        for target in layer.targets[which]:
+            for adapter in adapters:
+                adapter.add(y, x, target.projection, first, target.offset)
+            if deltas is not None:
+                at = (target.projection, first, count, target.offset)
+                deltas.add(y, x, of_pairs, pairs.rows // active, *at)
         return y
 
-    up = product(
-        hidden_states[pairs.rows // active],
-        "gate_up_proj" if module.has_gate else "up_proj",
-        "up",
-    )
+    parameter = "gate_up_proj" if module.has_gate else "up_proj"
+    up = product(hidden_states[pairs.rows // active], parameter, "up")
     inner = module._apply_gate(up) if module.has_gate else module.act_fn(up)
     out = product(inner, "down_proj", "down")
     if getattr(module, "has_post_expert_norm", False):
@@ -214,6 +227,23 @@ def _experts_adapted(
     # In the order of the tokens, so that a token's sum does not depend on its neighbours.
     summed = torch.empty_like(out).index_copy_(0, pairs.rows, out)
     return summed.view(*top_k_index.shape, -1).sum(1).to(hidden_states.dtype)
+
+
+def _at_once(
+    layer: RoutedModule,
+    plain: Callable[..., Tensor],
+    given: tuple[Tensor, Tensor, Tensor],
+    deltas: ExpertDeltas,
+    first: int,
+) -> Tensor | None:
+    """Compute experts with a captured step's adapters by our kernels; None where those do not fit.
+
+    given: hidden_states, top_k_index, top_k_weights.
+    """
+    if not isinstance(plain, FusedExperts):
+        return None
+    targets = {key: [own.projection for own in layer.targets[key]] for key in layer.targets}
+    return plain.adapted(*given, deltas=deltas, targets=targets, first=first)
 
 
 class _WithDeltas(TorchFunctionMode):

@@ -5,7 +5,8 @@ numbers in float32 and compared with the formula.
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,10 +14,55 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from modeling.adapters.product import ExpertDeltas
+
 TOLERANCE = 1e-5
 
 HALF = (torch.bfloat16, torch.float16)
 """Types of weights that the kernels take."""
+
+
+@dataclass(frozen=True)
+class FusedExperts:
+    """One layer's experts by our kernels, or by transformers' own code where tokens are many.
+
+    weights: of gate and up, and of down. counts: see the kernels' `experts`.
+    """
+
+    kernels: Any
+    plain: Callable[..., Tensor]
+    weights: tuple[Tensor, Tensor]
+    counts: Tensor
+
+    def __call__(self, hidden_states: Tensor, ids: Tensor, shares: Tensor) -> Tensor:
+        """[tokens, hidden] to the same shape; ids, shares: [tokens, experts of one]."""
+        if len(hidden_states) > self.kernels.MOST_TOKENS:
+            return self.plain(hidden_states, ids, shares)
+        return self._computed(hidden_states, ids, shares, None)
+
+    def adapted(
+        self,
+        hidden_states: Tensor,
+        ids: Tensor,
+        shares: Tensor,
+        deltas: ExpertDeltas,
+        targets: Mapping[str, Sequence[int]],
+        first: int,
+    ) -> Tensor | None:
+        """Return the same with a captured step's adapters; None where tokens are too many.
+
+        targets: the projections of "up" and "down". first: the layer's first expert, counted over
+        all layers.
+        """
+        if len(hidden_states) > self.kernels.MOST_TOKENS:
+            return None
+        own = self.kernels.LayerDeltas(deltas, tuple(targets["up"]), *targets["down"], first)
+        return self._computed(hidden_states, ids, shares, own)
+
+    def _computed(self, hidden_states: Tensor, ids: Tensor, shares: Tensor, deltas: Any) -> Tensor:
+        parts = (hidden_states.contiguous(), *self.weights, ids.contiguous(), shares.contiguous())
+        found: Tensor = self.kernels.experts(*parts, self.counts, deltas)
+        return found
 
 
 class ExpertKernels:
@@ -27,7 +73,7 @@ class ExpertKernels:
         self._device = device
         self._zeros: dict[int, Tensor] = {}
 
-    def experts(self, module: Any) -> Callable[..., Tensor] | None:
+    def experts(self, module: Any) -> "FusedExperts | None":
         """The kernels instead of a layer's experts; None where they do not fit."""
         kernels, plain = self._kernels, module.forward
         has_form = module.has_gate and module.is_concatenated and not module.is_transposed
@@ -39,16 +85,7 @@ class ExpertKernels:
         if not kernels.fits(up, down):
             return None
         counts = self._counters(len(up))
-
-        def forward(hidden_states: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-            if len(hidden_states) > kernels.MOST_TOKENS:
-                whole: Tensor = plain(hidden_states, ids, weights)
-                return whole
-            parts = (hidden_states.contiguous(), up, down, ids.contiguous(), weights.contiguous())
-            found: Tensor = kernels.experts(*parts, counts)
-            return found
-
-        return forward
+        return FusedExperts(kernels, plain, (up, down), counts)
 
     def router(self, module: Any) -> Callable[..., tuple[Tensor, Tensor, Tensor]] | None:
         """The kernel instead of a router that takes the best of a softmax; None for others."""

@@ -88,6 +88,7 @@ class GenericForCausalLM(nn.Module):
         self.adapts_experts_on_gpus = routed.on_gpus
         read_rest(self.causal, plan, weights, routed.own)
         routed.install(self._step, self.device)
+        self.captures_experts = routed.are_captured
         stacked = [each for each in self.causal.parameters() if each.dim() == 3]
         # torch's product of groups reads their sizes on the host, but for half precision.
         is_half = weights.dtype is not torch.float32

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface
 
-from modeling.adapters.product import AdapterData, TokenGroup
+from modeling.adapters.product import AdapterData, ExpertAdapters, ExpertDeltas, TokenGroup
 from modeling.adapters.vocabulary import VocabularyAdapters
 from modeling.layers.attention import Angles
 from modeling.layers.head_norms import HeadNorms
@@ -169,6 +169,12 @@ class CurrentStep:
         """The tokens of each adapter that changes experts or routers."""
         data = self.adapter_data
         return data.routed if isinstance(data, VocabularyAdapters) else ()
+
+    @property
+    def expert_deltas(self) -> ExpertDeltas | None:
+        """A captured step's adapters of experts."""
+        data = self.adapter_data
+        return data.expert_deltas if isinstance(data, ExpertAdapters) else None
 
     @contextmanager
     def using(

@@ -4,6 +4,7 @@ It needs TRITON_INTERPRET=1 in the environment, and numpy below 2.4.
 """
 
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -41,6 +42,80 @@ def test_experts(monkeypatch: pytest.MonkeyPatch, tokens: int, active: int) -> N
         wanted = computed(x, up, down, ids, shares)
         torch.testing.assert_close(y.float(), wanted, rtol=2e-2, atol=2e-2)
         assert not counts.any()
+
+
+RANKS = (0, 3, 16, 8)
+"""Of the slots' adapters; rank 0: none of experts."""
+
+
+def pools(count: int, hidden: int, width: int) -> Any:
+    """Pages of gate, up and down in pools of two layers, and the adapters' table."""
+    torch.manual_seed(1)
+    shapes = ((hidden, width), (hidden, width), (width, hidden))
+    table = torch.full((len(RANKS), 5, 3), -1, dtype=torch.int32)
+    made = []
+    for projection, (inputs, outputs) in zip((1, 2, 4), shapes, strict=True):
+        free = torch.randperm(7).tolist()
+        a = torch.randn(7, 2 * count, 8, inputs).mul(0.1).half()
+        bt = torch.randn(7, 2 * count, 8, outputs).mul(0.1).half()
+        for slot, rank in enumerate(RANKS):
+            for at in range(-(-rank // 8)):
+                page = table[slot, projection, at] = free.pop()
+                bt[page, :, max(0, rank - 8 * at) :] = 0
+        made.append((a, bt))
+    empty = (a[:0], bt[:0])
+    return table, (empty, made[0], made[1], empty, made[2])
+
+
+def delta(x: Tensor, table: Tensor, pool: tuple[Tensor, Tensor], slot: int, matrix: int) -> Any:
+    """What an adapter adds for one pair, in float32."""
+    pages = [int(page) for page in table[slot] if page >= 0]
+    a, bt = (torch.cat([part[page, matrix] for page in pages]).float() for part in pool)
+    return x @ a.t() @ bt
+
+
+@pytest.mark.parametrize(("tokens", "active"), [(1, 2), (2, 3), (5, 3), (37, 2)])
+def test_experts_adapted(monkeypatch: pytest.MonkeyPatch, tokens: int, active: int) -> None:
+    kernels = pytest.importorskip("modeling.layers.triton_experts")
+    from modeling import triton_pairs
+
+    for name in ("_ENTER", "_UP", "_DOWN", "_SUM", "_UP_OF_PAIR", "_DOWN_OF_TOKEN"):
+        monkeypatch.setattr(kernels, name, Interpreted(getattr(kernels, name)._kernel))
+    for name in ("_SHRINK", "_EXPAND"):
+        monkeypatch.setattr(triton_pairs, name, Interpreted(getattr(triton_pairs, name)._kernel))
+    count, hidden, width, first = 6, 128, 96, 6
+    x = torch.randn(tokens, hidden, dtype=torch.float16)
+    up = torch.randn(count, 2 * width, hidden).mul(0.1).half()
+    down = torch.randn(count, hidden, width).mul(0.1).half()
+    shares, ids = torch.randn(tokens, count).softmax(-1).topk(active)
+    table, own = pools(count, hidden, width)
+    slots = torch.tensor([2, 1, -1, 3, 0] * 8)[:tokens].int()
+    deltas = triton_pairs.PairDeltas(slots, table, own)
+    layer = triton_pairs.LayerDeltas(deltas, (1, 2), 4, first)
+    counts = torch.zeros(count, dtype=torch.int32)
+    y = kernels.experts(x, up, down, ids, shares, counts, layer)
+    wanted = torch.zeros(tokens, hidden)
+    tried = torch.zeros(tokens * active, width)
+    for pair, (token, expert) in enumerate((t, e) for t in range(tokens) for e in ids[t].tolist()):
+        slot, matrix = int(slots[token]), first + expert
+        gate, upper = (up[expert].float() @ x[token].float()).chunk(2)
+        if slot >= 0 and RANKS[slot]:
+            of_gate = delta(x[token].float(), table[:, 1], own[1], slot, matrix)
+            gate, tried[pair] = gate + of_gate, of_gate
+            upper = upper + delta(x[token].float(), table[:, 2], own[2], slot, matrix)
+        inner = F.silu(gate) * upper
+        out = down[expert].float() @ inner
+        if slot >= 0 and RANKS[slot]:
+            out = out + delta(inner, table[:, 4], own[4], slot, matrix)
+        wanted[token] += out * shares[token, pair % active]
+    torch.testing.assert_close(y.float(), wanted, rtol=2e-2, atol=2e-2)
+    # Alone, into columns of a wider product, with another rank's expert among them.
+    of_pairs, token_of = ids.flatten(), torch.arange(tokens * active) // active
+    of_pairs[-1], tried[-1] = count, 0
+    z = torch.ones(tokens * active, 2 * width)
+    deltas.add(z, x[token_of].float(), of_pairs, token_of, 1, first, count, width)
+    assert (z[:, :width] == 1).all()
+    torch.testing.assert_close(z[:, width:], 1 + tried, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("tokens", [3, 17])

@@ -21,7 +21,11 @@ SIZES = {
 MOST_TOKENS = 4
 
 
-def experts(x: Tensor, up: Tensor, down: Tensor, ids: Tensor, shares: Tensor, _: Tensor) -> Tensor:
+def experts(
+    x: Tensor, up: Tensor, down: Tensor, ids: Tensor, shares: Tensor, _: Tensor, deltas: Any = None
+) -> Tensor:
+    if deltas is not None:
+        up, down = up * deltas[1][1], down * deltas[2]
     gate, upper = torch.einsum("th,teih->tei", x, up[ids]).chunk(2, -1)
     out = torch.einsum("tei,tehi->teh", F.silu(gate) * upper, down[ids])
     return (out * shares[..., None]).sum(1)
@@ -51,7 +55,12 @@ def block(model_type: str) -> Any:
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> ExpertKernels:
     routing = SimpleNamespace(route=route, MOST_ROUTED=2)
-    fakes = SimpleNamespace(experts=experts, fits=lambda up, down: True, MOST_TOKENS=MOST_TOKENS)
+    fakes = SimpleNamespace(
+        experts=experts,
+        fits=lambda up, down: True,
+        MOST_TOKENS=MOST_TOKENS,
+        LayerDeltas=lambda *parts: parts,
+    )
     monkeypatch.setattr(fused_experts, "_kernels", lambda device: (fakes, routing))
     monkeypatch.setattr(fused_experts, "HALF", (torch.float32,))
     return ExpertKernels(torch.device("cpu"))
@@ -69,6 +78,23 @@ def test_softmax_and_silu_are_replaced(kernels: ExpertKernels, model_type: str) 
         for found, expected in zip(router(x[None]), wanted, strict=True):
             torch.testing.assert_close(found, expected)
         torch.testing.assert_close(own(x, wanted[2], wanted[1]), both.experts(x, *wanted[:0:-1]))
+
+
+def test_adapters_reach_the_kernels(kernels: ExpertKernels) -> None:
+    """Here the factors are the numbers of the projections."""
+    both = block("qwen3_moe")
+    own, shares = kernels.experts(both.experts), torch.rand(MOST_TOKENS + 1, 3)
+    assert own is not None
+    x, ids = torch.randn(MOST_TOKENS + 1, 32), torch.arange(3).repeat(MOST_TOKENS + 1, 1)
+    deltas: Any = None
+    targets = {"up": [2, 3], "down": [5]}
+    assert own.adapted(x, ids, shares, deltas, targets, 0) is None
+    few = (x[1:], ids[1:], shares[1:])
+    found = own.adapted(*few, deltas, targets, 0)
+    both.experts.gate_up_proj *= 3
+    both.experts.down_proj *= 5
+    assert found is not None
+    torch.testing.assert_close(found, both.experts(*few), rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize(("model_type", "has_experts"), [("gpt_oss", False), ("glm4_moe", True)])

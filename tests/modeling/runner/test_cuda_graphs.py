@@ -173,7 +173,9 @@ class LateAdapters:
         self.rows = (slots, lengths)
         return 0
 
-    def batch(self, num_tokens: int, num_tiles: int | None = None) -> AdapterData:
+    def batch(
+        self, num_tokens: int, num_tiles: int | None = None, has_experts: bool = False
+    ) -> AdapterData:
         if num_tiles == 0:
             return BaseAlone(self.bank)
         return self if self.bank.embedding is None else LateEnds(self)
@@ -324,10 +326,16 @@ def requests(slots: Sequence[int], **fields: Any) -> list[Asked]:
     ]
 
 
-def capture_on_cpu(runner: ModelRunner, sizes: int | None = None, queries: int = 1) -> DecodeGraphs:
+def capture_on_cpu(
+    runner: ModelRunner,
+    sizes: int | None = None,
+    queries: int = 1,
+    adapters: LateAdapters | None = None,
+) -> DecodeGraphs:
     """Let a CPU runner replay its decode steps, each replay being the computation itself.
 
     sizes: how many are recorded; None for all. queries: tokens that each row has room for.
+    adapters: those of experts too; None for all others.
     """
     page = runner.report.num_blocks
     runner._forward.cache[:] = allocate_blocks(runner._parts.cache, page + 1, CPU)
@@ -340,8 +348,9 @@ def capture_on_cpu(runner: ModelRunner, sizes: int | None = None, queries: int =
         dummy_block=page,
         vocab_size=model.vocab_size,
         dtype=model.dtype,
-        adapters=LateAdapters(runner._bank),
+        adapters=adapters or LateAdapters(runner._bank),
         queries=queries,
+        has_experts=adapters is not None,
     )
     with torch.inference_mode():
         graphs = DecodeGraphs(parts, graph_sizes(8), CPU, lambda compute: compute)

@@ -92,7 +92,9 @@ class GatheredAdapters:
         self.slots[: len(of_token)].copy_(torch.tensor(of_token))
         return 1
 
-    def batch(self, num_tokens: int, num_tiles: int | None = None) -> "GatheredAdapters":
+    def batch(
+        self, num_tokens: int, num_tiles: int | None = None, has_experts: bool = False
+    ) -> "GatheredAdapters":
         return self
 
     def has_product(

@@ -1,0 +1,240 @@
+"""The kernels of `triton_experts.py`: of one pair, and of a tile of one expert's pairs.
+
+Those of products add what adapters change, with DELTAS, before silu and before a pair's weight: see
+`modeling.triton_pairs`. matrix0: the layer's first expert, counted over all layers.
+"""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from modeling.triton_pairs import COUNTED, UNSPECIALIZED, pair_delta, tile_delta
+from modeling.triton_tiles import prefetch
+
+# Arguments are grouped by what they describe.
+# fmt: off
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def enter_kernel(
+    ids: "Any", counts: "Any", table: "Any", num_tokens: "Any",
+    ACTIVE: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
+) -> None:
+    """Enter one token's pairs in the table [experts, tokens]; counts [experts] begin as zeros."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    token = tl.program_id(0)
+    n = tl.arange(0, WIDTH)
+    inside = n < ACTIVE
+    expert = tl.load(ids + token * ACTIVE + n, mask=inside, other=0)
+    at = tl.atomic_add(counts + expert, 1, mask=inside, sem="relaxed")
+    tl.store(table + expert * num_tokens + at, token * ACTIVE + n, mask=inside)
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)  # type: ignore[untyped-decorator]
+def up_kernel(
+    x: "Any", weight: "Any", inner: "Any", counts: "Any", table: "Any", num_tokens: "Any",
+    shrunk: "Any", bt0: "Any", bt1: "Any", slots: "Any", pages: "Any",
+    projection0: "Any", projection1: "Any", matrix0: "Any",
+    INPUTS: tl.constexpr, WIDTH: tl.constexpr, ACTIVE: tl.constexpr,
+    PAIRS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    DELTAS: tl.constexpr, ENTRIES: tl.constexpr, PAGES: tl.constexpr, WIDE: tl.constexpr,
+    LAYERS: tl.constexpr, PDL: tl.constexpr,
+) -> None:
+    """One block of an expert's inner columns, gate and up, for up to PAIRS of its pairs."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    first = tl.program_id(0) * PAIRS
+    expert = tl.program_id(2).to(tl.int64)
+    count = tl.load(counts + expert)
+    if first < count:
+        m = first + tl.arange(0, PAIRS)
+        live = m < count
+        pair = tl.load(table + expert * num_tokens + m, mask=live, other=0)
+        n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+        k = tl.arange(0, BLOCK_K)
+        gates = weight + (expert * 2 * WIDTH + n)[:, None] * INPUTS + k[None, :]
+        ups = gates + WIDTH * INPUTS
+        rows = x + (pair // ACTIVE)[None, :] * INPUTS + k[:, None]
+        gate = tl.zeros([BLOCK_N, PAIRS], dtype=tl.float32)
+        up = tl.zeros([BLOCK_N, PAIRS], dtype=tl.float32)
+        for k0 in range(0, INPUTS, BLOCK_K):
+            x_tile = tl.load(rows + k0, mask=live[None, :], other=0.0)
+            gate = tl.dot(tl.load(gates + k0), x_tile, gate)
+            up = tl.dot(tl.load(ups + k0), x_tile, up)
+        if DELTAS:
+            slot = tl.load(slots + pair // ACTIVE, mask=live, other=-1)
+            gate = tile_delta(
+                gate, shrunk, bt0, pages, slot, projection0, matrix0 + expert, pair, n, WIDTH,
+                ENTRIES, PAGES, WIDE, LAYERS,
+            )
+            up = tile_delta(
+                up, shrunk + num_tokens * (ACTIVE * PAGES * 8), bt1, pages, slot, projection1,
+                matrix0 + expert, pair, n, WIDTH, ENTRIES, PAGES, WIDE, LAYERS,
+            )
+        value = gate * tl.sigmoid(gate) * up
+        out = inner + pair[None, :] * WIDTH + n[:, None]
+        tl.store(out, value.to(inner.dtype.element_ty), mask=live[None, :])
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)  # type: ignore[untyped-decorator]
+def down_kernel(
+    inner: "Any", weight: "Any", shares: "Any", out: "Any",
+    counts: "Any", table: "Any", num_tokens: "Any",
+    shrunk: "Any", bt0: "Any", bt1: "Any", slots: "Any", pages: "Any",
+    projection0: "Any", projection1: "Any", matrix0: "Any",
+    INPUTS: tl.constexpr, WIDTH: tl.constexpr, ACTIVE: tl.constexpr,
+    PAIRS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    LINE: tl.constexpr, LINES: tl.constexpr,
+    DELTAS: tl.constexpr, ENTRIES: tl.constexpr, PAGES: tl.constexpr, WIDE: tl.constexpr,
+    LAYERS: tl.constexpr, PDL: tl.constexpr,
+) -> None:
+    """One block of an expert's outputs for up to PAIRS of its pairs, by the pairs' weights."""
+    first = tl.program_id(0) * PAIRS
+    expert = tl.program_id(2).to(tl.int64)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    # Written before the kernel ahead began, which waited for it.
+    count = tl.load(counts + expert)
+    if PDL:
+        if first < count:
+            ahead = tl.minimum(tl.arange(0, LINES) * LINE, INPUTS - 1)
+            prefetch(weight + (expert * WIDTH + n)[:, None] * INPUTS + ahead[None, :])
+        gdc_wait()
+        gdc_launch_dependents()
+    if first < count:
+        m = first + tl.arange(0, PAIRS)
+        live = m < count
+        pair = tl.load(table + expert * num_tokens + m, mask=live, other=0)
+        k = tl.arange(0, BLOCK_K)
+        tiles = weight + (expert * WIDTH + n)[:, None] * INPUTS + k[None, :]
+        rows = inner + pair[None, :] * INPUTS + k[:, None]
+        acc = tl.zeros([BLOCK_N, PAIRS], dtype=tl.float32)
+        for k0 in range(0, INPUTS, BLOCK_K):
+            inner_tile = tl.load(rows + k0, mask=live[None, :], other=0.0)
+            acc = tl.dot(tl.load(tiles + k0), inner_tile, acc)
+        if DELTAS:
+            slot = tl.load(slots + pair // ACTIVE, mask=live, other=-1)
+            acc = tile_delta(
+                acc, shrunk, bt0, pages, slot, projection0, matrix0 + expert, pair, n, WIDTH,
+                ENTRIES, PAGES, WIDE, LAYERS,
+            )
+        acc *= tl.load(shares + pair, mask=live, other=0.0).to(tl.float32)[None, :]
+        tl.store(
+            out + pair[None, :] * WIDTH + n[:, None], acc.to(out.dtype.element_ty),
+            mask=live[None, :],
+        )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def sum_kernel(
+    out: "Any", y: "Any", counts: "Any",
+    WIDTH: tl.constexpr, ACTIVE: tl.constexpr, PAIRS: tl.constexpr, BLOCK_N: tl.constexpr,
+    EXPERTS: tl.constexpr, COUNTS: tl.constexpr, PDL: tl.constexpr,
+) -> None:
+    """Sum one token's pairs in order; the first program leaves counts as zeros again."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    token, n = tl.program_id(0), tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    p = tl.arange(0, PAIRS)
+    mask = (p < ACTIVE)[:, None] & (n < WIDTH)[None, :]
+    found = tl.load(out + (token * ACTIVE + p)[:, None] * WIDTH + n[None, :], mask=mask, other=0.0)
+    total = tl.sum(found.to(tl.float32), axis=0)
+    tl.store(y + token * WIDTH + n, total.to(y.dtype.element_ty), mask=n < WIDTH)
+    if (token == 0) & (tl.program_id(1) == 0):
+        e = tl.arange(0, COUNTS)
+        tl.store(counts + e, tl.zeros([COUNTS], dtype=tl.int32), mask=e < EXPERTS)
+
+
+@triton.jit(do_not_specialize=COUNTED)  # type: ignore[untyped-decorator]
+def up_of_pair_kernel(
+    x: "Any", weight: "Any", ids: "Any", inner: "Any", num_pairs: "Any",
+    shrunk: "Any", bt0: "Any", bt1: "Any", slots: "Any", pages: "Any",
+    projection0: "Any", projection1: "Any", matrix0: "Any",
+    INPUTS: tl.constexpr, WIDTH: tl.constexpr, ACTIVE: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    DELTAS: tl.constexpr, ENTRIES: tl.constexpr, PAGES: tl.constexpr, WIDE: tl.constexpr,
+    LAYERS: tl.constexpr, PDL: tl.constexpr,
+) -> None:
+    """One block of one pair's inner columns."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    pair = tl.program_id(1)
+    expert = tl.load(ids + pair).to(tl.int64)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    gates = weight + (expert * 2 * WIDTH + n)[:, None] * INPUTS + k[None, :]
+    ups = gates + WIDTH * INPUTS
+    rows = x + pair // ACTIVE * INPUTS + k
+    gate = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
+    up = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
+    for k0 in range(0, INPUTS, BLOCK_K):
+        own = tl.load(rows + k0).to(tl.float32)[None, :]
+        gate += tl.load(gates + k0).to(tl.float32) * own
+        up += tl.load(ups + k0).to(tl.float32) * own
+    summed, upper = tl.sum(gate, axis=1), tl.sum(up, axis=1)
+    if DELTAS:
+        slot, own = tl.load(slots + pair // ACTIVE), shrunk + pair * (PAGES * 8)
+        summed += pair_delta(
+            own, bt0, pages, slot, projection0, matrix0 + expert, n, WIDTH,
+            ENTRIES, PAGES, WIDE, LAYERS,
+        )
+        upper += pair_delta(
+            own + num_pairs * (PAGES * 8), bt1, pages, slot, projection1, matrix0 + expert, n,
+            WIDTH, ENTRIES, PAGES, WIDE, LAYERS,
+        )
+    value = summed * tl.sigmoid(summed) * upper
+    tl.store(inner + pair * WIDTH + n, value.to(inner.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)  # type: ignore[untyped-decorator]
+def down_of_token_kernel(
+    inner: "Any", weight: "Any", ids: "Any", shares: "Any", y: "Any",
+    shrunk: "Any", bt0: "Any", bt1: "Any", slots: "Any", pages: "Any",
+    projection0: "Any", projection1: "Any", matrix0: "Any",
+    INPUTS: tl.constexpr, WIDTH: tl.constexpr, ACTIVE: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    LINE: tl.constexpr, LINES: tl.constexpr,
+    DELTAS: tl.constexpr, ENTRIES: tl.constexpr, PAGES: tl.constexpr, WIDE: tl.constexpr,
+    LAYERS: tl.constexpr, PDL: tl.constexpr,
+) -> None:
+    """One block of one token's outputs, summed over its experts."""
+    token = tl.program_id(1)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    if PDL:
+        # Ids were written before the kernel ahead began, which waited for them.
+        for p in tl.static_range(ACTIVE):
+            expert = tl.load(ids + token * ACTIVE + p).to(tl.int64)
+            ahead = tl.minimum(tl.arange(0, LINES) * LINE, INPUTS - 1)
+            prefetch(weight + (expert * WIDTH + n)[:, None] * INPUTS + ahead[None, :])
+        gdc_wait()
+        gdc_launch_dependents()
+    acc = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
+    for p in tl.static_range(ACTIVE):
+        pair = token * ACTIVE + p
+        expert = tl.load(ids + pair).to(tl.int64)
+        share = tl.load(shares + pair).to(tl.float32)
+        tiles = weight + (expert * WIDTH + n)[:, None] * INPUTS + k[None, :]
+        for k0 in tl.static_range(0, INPUTS, BLOCK_K):
+            own = tl.load(inner + pair * INPUTS + k0 + k).to(tl.float32) * share
+            acc += tl.load(tiles + k0).to(tl.float32) * own[None, :]
+    total = tl.sum(acc, axis=1)
+    if DELTAS:
+        slot = tl.load(slots + token)
+        for p in tl.static_range(ACTIVE):
+            pair = token * ACTIVE + p
+            delta = pair_delta(
+                shrunk + pair * (PAGES * 8), bt0, pages, slot, projection0,
+                matrix0 + tl.load(ids + pair).to(tl.int64), n, WIDTH, ENTRIES, PAGES, WIDE, LAYERS,
+            )
+            total += delta * tl.load(shares + pair).to(tl.float32)
+    tl.store(y + token * WIDTH + n, total.to(y.dtype.element_ty))
+
+
+# fmt: on

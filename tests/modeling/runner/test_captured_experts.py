@@ -1,0 +1,163 @@
+"""Captured decode steps with adapters of experts, on a CPU: a replay is the computation itself.
+
+With TRITON_INTERPRET=1 in the environment (and numpy below 2.4) the deltas are those of the
+kernels, without it those of a loop over the same tables.
+"""
+
+import os
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from configs.adapters import AdaptersConfig
+from configs.engine import CacheConfig
+from configs.wire.sampling import Sampling
+from modeling.adapters.bank import AdapterBank
+from modeling.adapters.product import AdapterData, ExpertDeltas, OutputSlice
+from modeling.runner.load_paged import load_paged
+from modeling.runner.paged import ModelRunner
+from sharding.group import SingleRank
+from tests.modeling.attention.test_triton_interpreted import Interpreted
+from tests.modeling.parity import World, engine_config, full_logprobs, place_all
+from tests.modeling.runner.test_cuda_graphs import CPU, LateAdapters, capture_on_cpu, requests
+from tests.modeling.stepping import generate
+
+# PEFT looks for patterns of parameters among modules, and warns that it found none.
+pytestmark = pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")
+
+NUM_BLOCKS, BLOCK_SIZE = 96, 16
+CASES = [
+    *[("mixture", each, ("parameters", "down")) for each in ("mixtral", "gpt_oss", "granitemoe")],
+    ("mixture", "qwen3_moe", ("parameters", "ranks", "r8")),
+    ("mixture", "deepseek_v3", ("parameters", "shared")),
+    ("converted", "qwen3_moe", ("modules", "trained", "shared")),
+]
+
+
+class Loop:
+    """The equation of `modeling.triton_pairs`, one pair after the other."""
+
+    def __init__(self, bank: AdapterBank, slots: Tensor) -> None:
+        self.bank = bank
+        self.slots = slots
+
+    def add(
+        self,
+        y: Tensor,
+        x: Tensor,
+        experts: Tensor,
+        tokens: Tensor,
+        projection: int,
+        first: int,
+        count: int,
+        offset: int,
+    ) -> None:
+        pool, slots = self.bank.pools[projection], self.slots[tokens].tolist()
+        for pair, (slot, expert) in enumerate(zip(slots, experts.tolist(), strict=True)):
+            if slot < 0 or expert >= count:
+                continue
+            for page in self.bank.page_table[slot, projection].tolist():
+                if page >= 0:
+                    a, bt = (part[page, first + expert] for part in (pool.a, pool.bt))
+                    y[pair, offset : offset + bt.shape[1]] += x[pair] @ a.t() @ bt
+
+
+class LateExperts(LateAdapters):
+    """With adapters of experts; see `ExpertAdapters`."""
+
+    expert_deltas: ExpertDeltas | None = None
+
+    def __init__(self, bank: AdapterBank) -> None:
+        super().__init__(bank)
+        self.slots = torch.full((64,), -1, dtype=torch.int32)
+
+    def update(self, slots: Sequence[int], lengths: Sequence[int]) -> int:
+        own = torch.from_numpy(np.repeat(np.array(slots, dtype=np.int32), lengths))
+        self.slots[: len(own)] = own
+        return super().update(slots, lengths)
+
+    def batch(
+        self, num_tokens: int, num_tiles: int | None = None, has_experts: bool = False
+    ) -> AdapterData:
+        if not has_experts:
+            return super().batch(num_tokens, num_tiles)
+        found = WithExperts(self)
+        found.expert_deltas = deltas(self.bank, self.slots[:num_tokens])
+        return found
+
+
+class WithExperts(LateExperts):
+    """The data of a step that has some."""
+
+    def __init__(self, plan: LateExperts) -> None:
+        super().__init__(plan.bank)
+        self._plan = plan
+
+    def add(self, y: Tensor, x: Tensor, layer: int, targets: tuple[OutputSlice, ...]) -> None:
+        self._plan.add(y, x, layer, targets)
+
+
+def deltas(bank: AdapterBank, slots: Tensor) -> ExpertDeltas:
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return Loop(bank, slots)
+    from modeling.triton_pairs import PairDeltas
+
+    return PairDeltas(slots, bank.page_table, tuple((pool.a, pool.bt) for pool in bank.pools))
+
+
+def make_runner(world: World, family: str, variant: str, names: Sequence[str]) -> ModelRunner:
+    adapters = AdaptersConfig(
+        device_pages=40, max_device_adapters=3, max_rank=16, host_bytes=2**26, expert_pages=8
+    )
+    config = engine_config(
+        world.model(family, variant),
+        cache=CacheConfig(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE),
+        adapters=adapters,
+    )
+    runner = load_paged(config, SingleRank(), CPU).allocate()
+    folders = [world.adapter(family, variant, name) for name in names]
+    place_all(runner, [folder for folder in folders if folder is not None])
+    return runner
+
+
+@pytest.mark.parametrize(("family", "variant", "names"), CASES)
+def test_replays_are_steps(
+    world: World,
+    family: str,
+    variant: str,
+    names: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Requests of the base and of adapters with and without factors of experts, in one batch."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        kernels = pytest.importorskip("modeling.triton_pairs")
+        for name in ("_SHRINK", "_EXPAND"):
+            monkeypatch.setattr(kernels, name, Interpreted(getattr(kernels, name)._kernel))
+    runner = make_runner(world, family, variant, names)
+    vocab_size = runner._forward.model.vocab_size
+    asked = requests((-1, *range(len(names))), sampling=Sampling(logprobs=vocab_size))
+    expected = generate(runner, asked, NUM_BLOCKS, BLOCK_SIZE)
+    assert runner.num_captured == 0
+    runner._decode_graphs = capture_on_cpu(runner, adapters=LateExperts(runner._bank))
+    found = generate(runner, asked, NUM_BLOCKS, BLOCK_SIZE)
+    assert runner.num_captured > 10
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.tokens == theirs.tokens
+        torch.testing.assert_close(full_logprobs(ours), full_logprobs(theirs), rtol=0, atol=1e-4)
+
+
+def test_an_adapter_of_a_router_is_launched(world: World) -> None:
+    runner = make_runner(world, "mixture", "qwen3_moe", ["everything"])
+    runner._decode_graphs = capture_on_cpu(runner, adapters=LateExperts(runner._bank))
+    generate(runner, requests((0,)), NUM_BLOCKS, BLOCK_SIZE)
+    assert runner.num_captured == 0
+
+
+def test_steps_that_no_graph_has_experts_of_are_launched(world: World) -> None:
+    runner = make_runner(world, "mixture", "qwen3_moe", ["parameters"])
+    runner._decode_graphs = capture_on_cpu(runner)
+    generate(runner, requests((0,)), NUM_BLOCKS, BLOCK_SIZE)
+    assert runner.num_captured == 0
