@@ -176,11 +176,18 @@ class SpeculationKind(StrEnum):
     PROMPT_LOOKUP: what followed the last three tokens where they occurred before, in the prompt
     or the answer.
     MEDUSA: what heads beside the model's own make of its hidden states.
+    EAGLE3: what a small decoder layer makes of the states of three of the model's layers.
     """
 
     NONE = "none"
     PROMPT_LOOKUP = "prompt_lookup"
     MEDUSA = "medusa"
+    EAGLE3 = "eagle3"
+
+    @property
+    def reads_heads(self) -> bool:
+        """Whether it has files of its own."""
+        return self in (SpeculationKind.MEDUSA, SpeculationKind.EAGLE3)
 
 
 DRAFT_LENGTHS = (2, 4, 8)
@@ -208,13 +215,13 @@ class SpeculationConfig(Config):
 
     @model_validator(mode="after")
     def _heads_have_files(self) -> "SpeculationConfig":
-        is_medusa = self.kind is SpeculationKind.MEDUSA
-        if is_medusa != (self.model is not None):
+        if self.kind.reads_heads != (self.model is not None):
+            name = self.kind.value
             raise ValueError(
-                "kind medusa needs the folder or hub id of its heads in speculation.model"
-                if is_medusa
-                else f"model names heads, which kind {self.kind.value} does not read: set kind to "
-                "medusa, or remove it"
+                f"kind {name} needs the folder or hub id of its heads in speculation.model"
+                if self.kind.reads_heads
+                else f"model names heads, which kind {name} does not read: set kind to medusa or "
+                "eagle3, or remove it"
             )
         return self
 

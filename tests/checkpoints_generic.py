@@ -96,12 +96,16 @@ SEEDS: dict[str, int] = {}
 """Of types whose answers for seed 0 rounding could change."""
 
 
-def write_generic(folder: Path, variant: str) -> Path:
-    """Write a tiny random model of a variant, or of any model_type, into `folder`."""
-    if variant not in GENERIC:
+def write_generic(folder: Path, variant: str, **changes: Any) -> Path:
+    """Write a tiny random model of a variant, or of any model_type, into `folder`.
+
+    changes: of SHAPE, beside the variant's.
+    """
+    if variant not in GENERIC and not changes:
         return write_tiny(folder, variant)
-    model_type = GENERIC[variant].get("model_type", variant)
-    config = CONFIG_MAPPING[model_type](**{**SHAPE, **GENERIC[variant]})
+    own = GENERIC.get(variant, {}) | changes
+    model_type = own.get("model_type", variant)
+    config = CONFIG_MAPPING[model_type](**{**SHAPE, **own})
     auto: Any = AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEEDS.get(variant, 0))

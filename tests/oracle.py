@@ -114,6 +114,18 @@ def prompt_logits(folder: Path, adapter: Path | None, prompt: Sequence[int]) -> 
 
 
 @torch.no_grad()
+def inner_states(
+    folder: Path, adapter: Path | None, prompt: Sequence[int], layers: Sequence[int]
+) -> Tensor:
+    """transformers' states behind these layers side by side, float32 [prompt, layers * width]."""
+    model = _model(folder, adapter)
+    out = model(torch.tensor([list(prompt)]), output_hidden_states=True)
+    # Behind the last layer they are normed.
+    assert max(layers) < len(out.hidden_states) - 2, layers
+    return torch.cat([out.hidden_states[each + 1][0] for each in layers], -1).float()
+
+
+@torch.no_grad()
 def final_states(folder: Path, adapter: Path | None, prompt: Sequence[int]) -> Tensor:
     """transformers' hidden_states[-1], float32 [prompt, width]."""
     model = _model(folder, adapter)

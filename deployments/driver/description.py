@@ -113,7 +113,7 @@ def _speculation(config: SpeculationConfig, capacity: Capacity) -> str:
     if config.kind is SpeculationKind.NONE:
         return "none"
     if not capacity.drafts:
-        on_gpu = config.kind is SpeculationKind.MEDUSA and capacity.draft_heads is not None
+        on_gpu = config.kind.reads_heads and capacity.draft_heads is not None
         needs = "runs on CPUs alone" if on_gpu else "needs a paged model"
         return f"none: {config.kind.value} {needs}"
     most = min(config.max_tokens, capacity.draft_heads or config.max_tokens)

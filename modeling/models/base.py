@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from modeling.adapters.norms import NormModule
 from modeling.adapters.product import AdapterData
 from modeling.adapters.projection import BaseRows, Projection
 from modeling.models.context import PagedContext
+from sharding.embedding import VocabParallelEmbedding
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,16 @@ class PagedModel(Protocol):
     captures_experts: bool
     width: int
     score: Tensor | None
+
+    @property
+    def embedding(self) -> VocabParallelEmbedding:
+        """The tokens' embedding, without adapters."""
+        ...
+
+    @property
+    def decoder_layers(self) -> Sequence[nn.Module]:
+        """The layers, where each returns the stream behind it or its two summands; else ()."""
+        ...
 
     @property
     def attention_layers(self) -> tuple[AttentionLayer, ...]:

@@ -4,7 +4,7 @@ The class names, constructors and the outer `forward` are LoRAX's. What differs 
 of the family is data in `Architecture`; no code here depends on a model's name.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
@@ -231,6 +231,11 @@ class FlashLlamaForCausalLM(FlashBase):
     def embedding(self) -> VocabParallelEmbedding:
         """The tokens' embedding."""
         return self.model.embed_tokens
+
+    @property
+    def decoder_layers(self) -> Sequence[nn.Module]:
+        """The decoder's layers; see `PagedModel`."""
+        return tuple(self.model.layers)
 
     @property
     def decoder(self) -> nn.Module:

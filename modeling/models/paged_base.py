@@ -104,6 +104,11 @@ class PagedBase(nn.Module):
         raise NotImplementedError
 
     @property
+    def decoder_layers(self) -> Sequence[nn.Module]:
+        """Layers that return the stream; see `PagedModel`."""
+        return ()
+
+    @property
     def decoder(self) -> nn.Module:
         """From (embeds, position_ids, context) to what the head reads.
 

@@ -6,6 +6,7 @@ knows when the step is launched.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -67,6 +68,47 @@ def _adapted(x: Tensor, rows: Tensor, count: int) -> Tensor:
     return x.unsqueeze(1) + F.silu(found)
 
 
+class RightSamples(NamedTuple):
+    """The last right sample of each row that samples, m rows.
+
+    at: int64 [m], among the step's samples. keys: int32 [m, count, 2], the noise with which the
+    model will sample the `count` positions behind it. sampling: the rows' parameters. rows: of each
+    row of the plan, whether it samples.
+    """
+
+    at: Tensor
+    keys: Tensor
+    sampling: Sequence[Sampling]
+    rows: Sequence[bool]
+
+
+def right_samples(
+    count: int, rows: Sequence[StepRow], layout: StepLayout, sampled: Tensor
+) -> RightSamples:
+    """Find them; sampled: int64 [s], the step's samples."""
+    firsts, drafts = _drafts([row for row in rows if row.num_samples])
+    keys = _keys(layout.sampling, layout.sample_positions, count)
+    first, draft, key = pack_to_device([firsts, drafts, keys], sampled.device)
+    last = first
+    if draft.shape[1]:
+        behind = first.unsqueeze(1) + torch.arange(draft.shape[1], device=sampled.device)
+        right = sampled[behind.clamp(max=len(sampled) - 1)] == draft
+        last = first + right.cumprod(1).sum(1)
+    own = [layout.sampling[at] for at in firsts]
+    return RightSamples(last, key[last], own, [row.num_samples > 0 for row in rows])
+
+
+def draw(logits: Tensor, right: RightSamples, first: int = 0) -> Tensor:
+    """Draw tokens int64 [m, n] from logits [m, n, vocab_size]; first: position of the first."""
+    shape = logits.shape[:2]
+    params = [each for each in right.sampling for _ in range(shape[1])]
+    random = sampling_tensors(params, [0] * len(params), logits.device).random
+    if random is not None:
+        keys = right.keys[:, first : first + shape[1]].flatten(0, 1)
+        random = replace(random, keys=keys[random.rows])
+    return sample_tokens(logits.flatten(0, 1), SamplingTensors(random, -1)).tokens.view(shape)
+
+
 def guess(
     guesser: Guesser,
     count: int,
@@ -81,25 +123,10 @@ def guess(
     slots: the rows' adapters, -1 for the base model. hidden: [s, width], from which the step's s
     tokens were `sampled`, int64 [s]. Noise is that with which the model will sample there.
     """
-    samples = np.array([row.num_samples > 0 for row in rows])
-    firsts, drafts = _drafts([row for row in rows if row.num_samples])
     count = min(count, guesser.heads.count)
-    keys = _keys(layout.sampling, layout.sample_positions, count)
-    device = hidden.device
-    first, draft, key = pack_to_device([firsts, drafts, keys], device)
-    last = first
-    if draft.shape[1]:
-        behind = first.unsqueeze(1) + torch.arange(draft.shape[1], device=device)
-        right = sampled[behind.clamp(max=len(sampled) - 1)] == draft
-        last = first + right.cumprod(1).sum(1)
-    logits = guesser.logits(hidden[last], slots[samples], count)
-    params = [layout.sampling[at] for at in firsts for _ in range(count)]
-    random = sampling_tensors(params, [0] * len(params), device).random
-    if random is not None:
-        own = key[last].flatten(0, 1)
-        random = replace(random, keys=own[random.rows])
-    found = sample_tokens(logits.flatten(0, 1), SamplingTensors(random, -1)).tokens
-    return GuessedRows(found.view(logits.shape[:2]), samples.tolist())
+    right = right_samples(count, rows, layout, sampled)
+    logits = guesser.logits(hidden[right.at], slots[np.array(right.rows)], count)
+    return GuessedRows(draw(logits, right), right.rows)
 
 
 def _drafts(rows: Sequence[StepRow]) -> tuple[Ints, Ints]:

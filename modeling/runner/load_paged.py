@@ -17,17 +17,19 @@ from modeling.adapters.projection import WHOLE_KINDS, ProjectionKind
 from modeling.adapters.score import ScoreHeads
 from modeling.attention.base import AttentionBackend
 from modeling.attention.clamping import ClampWatch
-from modeling.attention.kv_layout import allocate_blocks
-from modeling.attention.select import select_checking
+from modeling.attention.kv_layout import KvLayout, allocate_blocks
+from modeling.attention.select import select_attention, select_checking
 from modeling.models.base import PagedModel
+from modeling.models.eagle3 import Eagle3Heads
 from modeling.runner.block_tables import BatchSize
 from modeling.runner.cache import choose_cache
 from modeling.runner.captures import GraphSizes, StepGraphs, capture, graph_sizes_of
 from modeling.runner.cuda_graphs import GraphParts
+from modeling.runner.eagle3_guesses import Eagle3Drafter
 from modeling.runner.fitting import smaller_form, weight_sizes
 from modeling.runner.forward import PagedForward
 from modeling.runner.input_batch import InputBatch
-from modeling.runner.loading import load_model, read_heads, total_tokens
+from modeling.runner.loading import load_model, read_eagle3, read_heads, total_tokens
 from modeling.runner.memory import (
     NoCacheRoomError,
     adapter_pages,
@@ -106,8 +108,27 @@ def load_paged(config: EngineConfig, group: TensorParallel, device: torch.device
             adapter_plan=plan,
             norms=AdaptedNorms(bank, model.norms()),
             heads=read_heads(config, model, group),
+            drafter=_drafter(config, read_eagle3(config, model, group), model, cache),
         )
     )
+
+
+def _drafter(
+    config: EngineConfig, heads: Eagle3Heads | None, model: PagedModel, cache: KvLayout
+) -> Eagle3Drafter | None:
+    """Return EAGLE-3 heads over the block tables of layers that see all tokens."""
+    if heads is None:
+        return None
+    first = cache.groups[0]
+    if first.kv.forgets:
+        raise ValueError(
+            "EAGLE-3 heads read all tokens, and each layer of this model has a window: set "
+            "engine.speculation.kind to medusa or prompt_lookup"
+        )
+    spec = heads.attention_spec(first.spec.page_size, model.dtype)
+    backend = select_attention(config.attention, spec).backend
+    rows, most = config.limits.max_running, config.speculation.max_tokens
+    return Eagle3Drafter.of(heads, model.decoder_layers, cache, backend, rows, most)
 
 
 def _page_bytes(config: AdaptersConfig, model: PagedModel) -> tuple[int, int]:
@@ -130,7 +151,7 @@ class LoadedPaged(LoadedRunner):
     def measure(self) -> int:
         """Return how many cache blocks fit; all ranks call it together."""
         parts = self.parts
-        config, block_bytes = parts.config, parts.cache.bytes_per_block
+        config, block_bytes = parts.config, parts.bytes_per_block
         if config.cache.num_blocks is not None:
             return config.cache.num_blocks
         if parts.device.type == "cpu":
@@ -189,6 +210,7 @@ class LoadedPaged(LoadedRunner):
             ),
             clamp_watch=ClampWatch(cache),
             clock=StepClock(parts.device),
+            drafts=parts.drafter.allocate(num_blocks) if parts.drafter else None,
         )
 
     def _step_peak(self) -> int:
@@ -273,7 +295,7 @@ class LoadedPaged(LoadedRunner):
         names = dict.fromkeys(choice.backend.name for choice in attention)
         reasons = dict.fromkeys(choice.reason for choice in attention)
         report = parts.report(
-            num_blocks, parts.cache.bytes_per_block, " + ".join(names), "; ".join(reasons)
+            num_blocks, parts.bytes_per_block, " + ".join(names), "; ".join(reasons)
         )
         return replace(
             report,
@@ -283,7 +305,7 @@ class LoadedPaged(LoadedRunner):
             rope_sets=parts.weights.architecture.rope_sets,
             kv_groups=parts.size.kv_groups,
             captured_rows=() if graphs.decode is None else graphs.decode.sizes,
-            draft_heads=None if parts.heads is None else parts.heads.count,
+            draft_heads=parts.draft_heads,
         )
 
 

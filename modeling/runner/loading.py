@@ -13,7 +13,7 @@ from configs.architectures.base import ModelArchitecture
 from configs.architectures.medusa import load_medusa
 from configs.architectures.select import load_architecture
 from configs.architectures.text_stack import decoder_name, outer_paths
-from configs.engine import CacheDType, Device, EngineConfig
+from configs.engine import CacheDType, Device, EngineConfig, SpeculationKind
 from configs.model import DType, LoadFormat
 from modeling.adapters.linear import biased_projections
 from modeling.adapters.norms import norm_projection
@@ -24,6 +24,7 @@ from modeling.adapters.whole_linears import whole_projections
 from modeling.attention.kv_cache import FP8, CacheScales
 from modeling.attention.scales import stored_scales
 from modeling.models.base import PagedModel
+from modeling.models.eagle3 import Eagle3Heads, load_eagle3_heads
 from modeling.models.generic.stored_experts import StoredMatrices
 from modeling.models.medusa import MedusaHeads, load_heads
 from modeling.models.select import build_model
@@ -38,6 +39,10 @@ from sources.model import fetch_model
 
 SPREAD_ON = ("cpu",)
 """Types of devices on which ranks with whole experts were compared."""
+
+
+EAGLE3_ON = ("cpu",)
+"""Types of devices on which EAGLE-3 heads were compared."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +137,27 @@ def read_heads(
 ) -> MedusaHeads | None:
     """Return this rank's part of the heads that `config.speculation` names; None without."""
     folder = _heads_folder(config)
-    return None if folder is None else load_heads(folder, model, group)
+    if folder is None or config.speculation.kind is not SpeculationKind.MEDUSA:
+        return None
+    return load_heads(folder, model, group)
+
+
+def read_eagle3(
+    config: EngineConfig, model: PagedModel, group: TensorParallel
+) -> Eagle3Heads | None:
+    """Return this rank's part of the EAGLE-3 heads that are configured; None without.
+
+    ValueError where they do not run: on GPUs, and beside layers of which states cannot be read.
+    """
+    folder = _heads_folder(config)
+    if folder is None or config.speculation.kind is not SpeculationKind.EAGLE3:
+        return None
+    other = "set engine.speculation.kind to medusa or prompt_lookup"
+    if model.device.type not in EAGLE3_ON:
+        raise ValueError(f"EAGLE-3 heads were not compared on {model.device.type} yet: {other}")
+    if len(model.decoder_layers) != model.num_layers:
+        raise ValueError(f"EAGLE-3 heads cannot read the states of this model's layers: {other}")
+    return load_eagle3_heads(folder, model, group, config.model.allow_pickle)
 
 
 def adapters_heads(config: EngineConfig, width: int) -> tuple[Projection, ...]:

@@ -27,6 +27,7 @@ from modeling.models.medusa import MedusaHeads
 from modeling.runner.block_tables import Ints
 from modeling.runner.cache import Choices
 from modeling.runner.captures import StepGraphs
+from modeling.runner.eagle3_guesses import Eagle3Drafter, Eagle3Guesser
 from modeling.runner.forward import PagedForward, StepPlans, prepare
 from modeling.runner.guesses import GuessedRows, Guesser, guess
 from modeling.runner.input_batch import InputBatch, StepInputs, StepLayout
@@ -50,7 +51,7 @@ class PagedParts(RunnerParts):
     attention: the backends that read the cache.
     adapter_plan: the captured steps' adapters; None where the kernel cannot be captured.
     norms: the model's, with those of adapters.
-    heads: guess tokens; None without.
+    heads: Medusa's, drafter: EAGLE-3's, guess tokens; None without.
     """
 
     weights: LoadedModel
@@ -59,11 +60,25 @@ class PagedParts(RunnerParts):
     adapter_plan: AdapterStepPlan | None
     norms: AdaptedNorms
     heads: MedusaHeads | None = None
+    drafter: Eagle3Drafter | None = None
 
     @property
     def backends(self) -> tuple[AttentionBackend, ...]:
         """The attention of each KV group."""
         return tuple(choice.backend for choice in self.attention)
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one cache block, with EAGLE-3's entries of its tokens."""
+        own = 0 if self.drafter is None else self.drafter.spec.bytes_per_page
+        return self.cache.bytes_per_block + own
+
+    @property
+    def draft_heads(self) -> int | None:
+        """How many tokens heads guess; None without."""
+        if self.drafter is not None:
+            return self.drafter.most
+        return None if self.heads is None else self.heads.count
 
 
 @dataclass(frozen=True)
@@ -75,6 +90,7 @@ class StepBuffers:
     prompts: reads prompts for their logprobs and embeddings.
     clamp_watch: looks for values that an fp8 cache could not hold.
     clock: the device's idle time between steps.
+    drafts: EAGLE-3 heads with the entries of all blocks; None without.
     """
 
     forward: PagedForward
@@ -82,6 +98,7 @@ class StepBuffers:
     prompts: PromptReader
     clamp_watch: ClampWatch
     clock: StepClock
+    drafts: Eagle3Guesser | None = None
 
 
 class ModelRunner(BaseRunner):
@@ -108,6 +125,7 @@ class ModelRunner(BaseRunner):
         self._clamp_watch = buffers.clamp_watch
         self._clock = buffers.clock
         self._guesser = None if parts.heads is None else Guesser(parts.heads, parts.bank)
+        self._drafts = buffers.drafts
         self._graphs = graphs
         self._decode_graphs, self._piecewise_graphs, self._checked_graphs = graphs
         self.num_steps = 0
@@ -212,6 +230,9 @@ class ModelRunner(BaseRunner):
         self, batch: ForwardBatch, layout: StepLayout, hidden: Tensor | None, sampled: SampledStep
     ) -> GuessedRows | None:
         """Guess behind the step's samples; hidden: what the head read for them."""
+        if self._drafts is not None:
+            tokens = self._input_batch.tokens
+            return self._drafts.follow(batch, layout, tokens, sampled.tokens)
         guesser = self._guesser
         if guesser is None or hidden is None or not batch.guesses:
             return None

@@ -115,6 +115,16 @@ class GenericForCausalLM(nn.Module):
         """What each layer's attention is on this rank."""
         return self._layers
 
+    @property
+    def embedding(self) -> VocabParallelEmbedding:
+        """The tokens' embedding, without adapters."""
+        return self._embedding.base
+
+    @property
+    def decoder_layers(self) -> Sequence[nn.Module]:
+        """The decoder's layers; see `PagedModel`."""
+        return tuple(getattr(self._decoder, "layers", ()))
+
     @torch.inference_mode()
     def paged(
         self,

@@ -10,6 +10,7 @@ from deployments.rank.messages import LoadReport
 
 LOOKUP = SpeculationConfig(kind=SpeculationKind.PROMPT_LOOKUP)
 MEDUSA = SpeculationConfig(kind=SpeculationKind.MEDUSA, model="heads")
+EAGLE3 = SpeculationConfig(kind=SpeculationKind.EAGLE3, model="heads", max_tokens=4)
 
 
 @pytest.mark.parametrize(
@@ -24,6 +25,8 @@ MEDUSA = SpeculationConfig(kind=SpeculationKind.MEDUSA, model="heads")
         ),
         (MEDUSA, True, True, 3, "medusa, up to 3 tokens"),
         (MEDUSA, False, True, None, "none: medusa needs a paged model"),
+        (EAGLE3, True, True, 4, "eagle3, up to 4 tokens"),
+        (EAGLE3, False, True, None, "none: eagle3 needs a paged model"),
         (MEDUSA, False, False, 3, "none: medusa runs on CPUs alone"),
     ],
 )

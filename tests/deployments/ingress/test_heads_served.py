@@ -1,4 +1,4 @@
-"""The demo's heads over HTTP: answers are those without, greedy and sampled, in fewer steps."""
+"""Heads over HTTP: answers are those without, greedy and sampled, in fewer steps."""
 
 import json
 from collections.abc import Iterator
@@ -9,12 +9,17 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 
 from configs.wire.adapters import AdapterSource
 from deployments.ingress.generation.engine import IngressSettings
+from tests import eagle3
+from tests.checkpoints import load_oracle
+from tests.oracle import inner_states
 from tests.served import demo_app, demo_config, served
 
 HEADS = {"kind": "medusa", "model": "configs/demo/heads"}
+DEMO = Path("configs/demo")
 RECORDED = json.loads(Path("configs/demo/answers.json").read_text("utf-8"))["answers"]
 SETTINGS = IngressSettings(default_source=AdapterSource.LOCAL, loopback=True)
 
@@ -46,6 +51,20 @@ def answers(url: str, **parameters: Any) -> list[dict[str, Any]]:
         return list(threads.map(lambda each: ask(*each, **parameters), wanted))
 
 
+def write_eagle3(folder: Path, texts: dict[str, list[int]]) -> Path:
+    """Train EAGLE-3 heads on one text of each style, and write them."""
+    model, layers = DEMO / "model", [0, 1, 2]
+    adapters = {style: DEMO / "adapters" / style for style in texts if style != "base"}
+    states = {
+        style: inner_states(model, adapters.get(style), text, layers)
+        for style, text in texts.items()
+    }
+    torch.manual_seed(1)
+    heads = eagle3.Heads(load_oracle(model).get_input_embeddings().weight.detach().float())
+    heads.train_on([(states[style], text) for style, text in texts.items()])
+    return heads.write(folder, eagle_config={"eagle_aux_hidden_state_layer_ids": layers})
+
+
 def ids(answer: dict[str, Any]) -> list[int]:
     return [token["id"] for token in answer["details"]["tokens"]]
 
@@ -64,3 +83,24 @@ def test_the_demos_heads_change_no_token(ranks: int) -> None:
     for found in (greedy, drawn):
         tokens = [token for each in found for token in each["details"]["tokens"]]
         assert sum(token["skipped"] for token in tokens) > len(tokens) // 5
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_eagle3_heads_change_no_token(tmp_path: Path, ranks: int) -> None:
+    """Trained on one answer of each style, whose prompts and answers come again."""
+    sampled = {"temperature": 1.0, "seed": 7}
+    with demo(1, kind="none") as url:
+        plain, drawn = answers(url), list(map(ids, answers(url, **sampled)))
+        texts = {}
+        for (style, own), answer in zip(RECORDED.items(), plain[::3], strict=True):
+            body = {"inputs": next(iter(own))}
+            prompt = httpx.post(f"{url}/tokenize", json=body, timeout=300).json()
+            texts[style] = [*(token["id"] for token in prompt), *ids(answer)]
+    heads = write_eagle3(tmp_path, texts)
+    with demo(ranks, kind="eagle3", model=str(heads), max_tokens=4) as url:
+        assert "eagle3, up to 4" in httpx.get(f"{url}/info").json()["chosen"]["speculation"]
+        greedy, other = answers(url), answers(url, **sampled)
+    assert list(map(ids, greedy)) == list(map(ids, plain))
+    assert list(map(ids, other)) == drawn
+    skipped = [token["skipped"] for each in greedy[::3] for token in each["details"]["tokens"]]
+    assert sum(skipped) > len(skipped) // 5

@@ -1,0 +1,184 @@
+"""EAGLE-3 heads in an engine's steps: entries for all tokens, and guesses behind the last ones.
+
+Heads attend to an entry of each position, so each step computes those of its tokens, whether
+guesses are wanted or not. They lie in a cache of their own, by the block tables of the layers that
+see all tokens. The entry of position p is made of the token p + 1 too. It may be another request's
+where p ends a cached prefix: that changes guesses, and no token.
+
+Entries of guessed tokens go behind the last right one, into the row's own last page and then into
+scratch pages. The next row of the request writes its own there before it reads them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from modeling.attention.base import AttentionBackend
+from modeling.attention.kv_cache import CacheSpec, allocate
+from modeling.attention.kv_layout import KvLayout
+from modeling.batch import ForwardBatch
+from modeling.models.eagle3 import DraftStep, Eagle3Heads
+from modeling.runner.block_tables import GroupLayout, Ints
+from modeling.runner.guesses import GuessedRows, RightSamples, draw, right_samples
+from modeling.runner.input_batch import StepLayout
+from modeling.transfer import pack_to_device
+
+
+class LayerStates:
+    """What some of a model's layers made of the last step's tokens, [tokens, width] each."""
+
+    def __init__(self, layers: Sequence[nn.Module], wanted: Sequence[int]) -> None:
+        """wanted: numbers of layers, in the order in which `take` returns their states."""
+        self._wanted = tuple(wanted)
+        self._found: dict[int, Tensor] = {}
+        for index in set(wanted):
+            layers[index].register_forward_hook(self._hook(index))
+
+    def take(self) -> list[Tensor]:
+        """Return them, and forget them."""
+        found, self._found = self._found, {}
+        return [found[index] for index in self._wanted]
+
+    def _hook(self, index: int) -> Any:
+        def keep(_module: nn.Module, _given: object, out: Any) -> None:
+            stream = out if isinstance(out, Tensor) else out[0] + out[1]
+            self._found[index] = stream.flatten(0, -2)
+
+        return keep
+
+
+@dataclass(frozen=True)
+class Eagle3Drafter:
+    """Heads that are loaded, without memory for entries yet.
+
+    backend: of their attention. stride: pages from one block to the next in the model's tables.
+    rows: batch slots. most: tokens of a draft.
+    """
+
+    heads: Eagle3Heads
+    states: LayerStates
+    backend: AttentionBackend
+    stride: int
+    rows: int
+    most: int
+
+    @classmethod
+    def of(
+        cls,
+        heads: Eagle3Heads,
+        layers: Sequence[nn.Module],
+        layout: KvLayout,
+        backend: AttentionBackend,
+        rows: int,
+        most: int,
+    ) -> "Eagle3Drafter":
+        """layers: the target's. layout: of its cache."""
+        states = LayerStates(layers, heads.layers)
+        return cls(heads, states, backend, layout.groups[0].stride, rows, most)
+
+    @property
+    def spec(self) -> CacheSpec:
+        """What one page of entries is."""
+        own = self.backend.spec
+        return CacheSpec(1, own.page_size, own.num_kv_heads, own.head_dim, own.dtype)
+
+    @property
+    def scratch(self) -> int:
+        """Pages that a row's guesses may take beyond its own."""
+        return -(-(self.most - 1) // self.backend.spec.page_size)
+
+    def allocate(self, num_blocks: int) -> "Eagle3Guesser":
+        """Take the memory of entries of so many blocks."""
+        pages = num_blocks + self.rows * self.scratch
+        return Eagle3Guesser(self, pages, num_blocks)
+
+
+class Eagle3Guesser:
+    """Heads with their entries."""
+
+    def __init__(self, drafter: Eagle3Drafter, num_pages: int, first_scratch: int) -> None:
+        self._drafter, self._heads = drafter, drafter.heads
+        self._backend = drafter.backend
+        self._size = drafter.backend.spec.page_size
+        device = drafter.backend.spec.device
+        [self._cache] = allocate(drafter.spec, num_pages, device)
+        self._first_scratch = first_scratch
+
+    def follow(
+        self, batch: ForwardBatch, layout: StepLayout, tokens: Tensor, sampled: Tensor
+    ) -> GuessedRows | None:
+        """Make the entries of a step's tokens, and guess where the batch wants it.
+
+        tokens: the token buffer, with the step's samples. sampled: int64 [s].
+        """
+        g = self._entries(layout, tokens)
+        if not batch.guesses or not len(layout.targets):
+            return None
+        count = min(batch.guesses, self._drafter.most)
+        right = right_samples(count, batch.rows, layout, sampled)
+        # The lengths of rows must be known here, to plan their attention.
+        at = layout.last_tokens[right.at.cpu().numpy()]
+        found = self._chain(count, right, layout, at, g[torch.from_numpy(at).to(g.device)])
+        return GuessedRows(found, right.rows)
+
+    def _entries(self, layout: StepLayout, tokens: Tensor) -> Tensor:
+        """Write the entries of all tokens and return g, [tokens, hidden]."""
+        group = self._own_pages(layout.groups[0])
+        lengths = np.diff(group.bounds).tolist(), group.key_lengths.tolist()
+        behind, positions, slots, bounds, tables = pack_to_device(
+            [
+                layout.ids_at + 1,
+                layout.positions,
+                group.slots,
+                group.bounds.astype(np.int32),
+                group.tables,
+            ],
+            tokens.device,
+        )
+        plan = self._backend.prepare(*lengths, tables)
+        step = DraftStep(self._cache, slots, bounds, tables, plan)
+        states = self._heads.states(self._drafter.states.take())
+        out: Tensor = self._heads(tokens[behind], positions, states, step)
+        return out
+
+    def _chain(
+        self, count: int, right: RightSamples, layout: StepLayout, at: Ints, g: Tensor
+    ) -> Tensor:
+        """Guess `count` tokens, int64 [m, count]; at: tokens of the step; g: theirs [m, hidden]."""
+        group = self._own_pages(layout.groups[0])
+        rows = np.searchsorted(group.bounds, at, side="right") - 1
+        positions = group.key_lengths[rows] - group.bounds[rows + 1] + at
+        tables = self._tables(group, rows, int(positions.max()) + count)
+        found = [draw(self._heads.logits(g).unsqueeze(1), right)]
+        for ahead in range(1, count):
+            now = positions + ahead
+            slots = tables[np.arange(len(rows)), now // self._size] * self._size + now % self._size
+            columns = [now, slots, np.arange(len(rows) + 1, dtype=np.int32), tables]
+            own, slot, bounds, pages = pack_to_device(columns, g.device)
+            plan = self._backend.prepare([1] * len(rows), (now + 1).tolist(), pages)
+            step = DraftStep(self._cache, slot, bounds, pages, plan)
+            g = self._heads(found[-1][:, 0], own, g, step)
+            found.append(draw(self._heads.logits(g).unsqueeze(1), right, ahead))
+        return torch.cat(found, dim=1)
+
+    def _tables(self, group: GroupLayout, rows: Ints, longest: int) -> np.ndarray:
+        """Return the rows' tables, int32 [m, pages], with scratch pages behind their own."""
+        counts = -(-group.key_lengths[rows] // self._size)
+        width = -(-longest // self._size)
+        columns = np.arange(width)
+        own = group.tables[rows][:, np.minimum(columns, group.tables.shape[1] - 1)]
+        scratch = self._drafter.scratch
+        beyond = np.clip(columns - counts[:, None], 0, max(0, scratch - 1))
+        others = self._first_scratch + np.arange(len(rows))[:, None] * scratch + beyond
+        is_own = columns < counts[:, None]
+        return np.where(is_own, own, others if scratch else 0).astype(np.int32)
+
+    def _own_pages(self, group: GroupLayout) -> GroupLayout:
+        """Return a group's step with pages counted as blocks."""
+        stride, size = self._drafter.stride, self._size
+        slots = group.slots // (size * stride) * size + group.slots % size
+        return GroupLayout(slots, group.bounds, group.tables // stride, group.key_lengths)

@@ -1,0 +1,274 @@
+"""EAGLE-3 heads guess what a plain reimplementation guesses, and change no token."""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from configs.architectures.base import ArchitectureError
+from configs.engine import EngineConfig, SpeculationConfig, SpeculationKind
+from configs.wire.plan import RequestJoin, StepRow
+from configs.wire.sampling import Sampling
+from modeling.batch import ForwardBatch
+from modeling.models.eagle3 import Eagle3Heads
+from modeling.runner import eagle3_guesses, loading
+from modeling.runner.load_paged import load_paged
+from modeling.runner.paged import ModelRunner
+from scheduler import speculation
+from sharding.checkpoint import CheckpointError
+from sharding.group import SingleRank, TensorParallel
+from tests import eagle3
+from tests.checkpoints import (
+    LLAMA,
+    AdapterRecipe,
+    load_oracle,
+    write_adapter,
+    write_llama,
+    write_relative,
+)
+from tests.checkpoints_generic import write_generic
+from tests.checkpoints_others import write_gpt2
+from tests.modeling.parity import engine_config
+from tests.modeling.scheduled import generate_scheduled
+from tests.modeling.stepping import Answer
+from tests.modeling.test_parity_medusa import WatchedRanks, guessed
+from tests.modeling.test_parity_speculation import NUM_TOKENS, REQUESTS
+from tests.oracle import inner_states
+from tests.ranks import run_in_memory, run_ranks
+
+CPU = torch.device("cpu")
+NUM_DRAFTS = 4
+VOCAB, WIDTH = LLAMA["vocab_size"], LLAMA["hidden_size"]
+RECIPES = [AdapterRecipe(r=8, seed=2), AdapterRecipe(r=3, target_modules=("q_proj",))]
+
+FIRST = {"eagle_aux_hidden_state_layer_ids": [0, 0, 0]}
+"""Of a config: what models of two layers have."""
+
+MOST = [*range(3, VOCAB, 4), *range(4, VOCAB, 4), *range(5, VOCAB, 4)]
+"""Three in four tokens."""
+
+
+def answers(
+    config: EngineConfig,
+    adapters: Sequence[Path],
+    num_drafts: int,
+    lost_at: int | None,
+    group: TensorParallel,
+) -> tuple[list[Answer], WatchedRanks]:
+    """What all requests get, and the ranks that it was generated on."""
+
+    def start() -> ModelRunner:
+        return load_paged(config, group, CPU).allocate()
+
+    run = WatchedRanks(start, adapters, 7, group, num_drafts)
+    return generate_scheduled(run, REQUESTS, lost_at), run
+
+
+def with_heads(model: Path, folder: Path) -> EngineConfig:
+    speculates = SpeculationConfig(
+        kind=SpeculationKind.EAGLE3, model=str(folder), max_tokens=NUM_DRAFTS
+    )
+    return engine_config(model, speculation=speculates)
+
+
+def write_target(name: str, folder: Path) -> Path:
+    """Six layers, of which heads read those behind 1, 2 and 2 unless their config says else."""
+    if name == "llama":
+        return write_llama(folder, "gqa", num_hidden_layers=6)
+    if name == "gpt_oss":
+        kinds = ["sliding_attention", "full_attention"] * 3
+        sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}
+        return write_generic(
+            folder, name, num_hidden_layers=6, layer_types=kinds, rope_scaling=None, **sizes
+        )
+    return write_relative(folder, name, num_hidden_layers=6)
+
+
+def embedding_of(model: Path) -> Tensor:
+    embedding: Tensor = load_oracle(model).get_input_embeddings().weight.detach().float()
+    return embedding
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "tokens", "speculators", "layers", "lost_at"),
+    [
+        ("llama", 1, MOST, False, (1, 2, 2), 12),
+        ("qwen3", 2, None, True, (0, 2, 4), None),
+        ("gpt_oss", 1, MOST, False, (1, 2, 3), None),
+    ],
+)
+def test_heads_guess_as_in_plain_torch_and_change_no_token(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    ranks: int,
+    tokens: list[int] | None,
+    speculators: bool,
+    layers: tuple[int, ...],
+    lost_at: int | None,
+) -> None:
+    """Greedy and sampled, over adapters and without, in chunks, with a prefix of others.
+
+    tokens: those that can be guessed. layers: behind which states are read.
+    """
+    monkeypatch.setattr(speculation, "MARGIN", 0.0)
+    compare(tmp_path, name, ranks, tokens, speculators, layers, lost_at)
+
+
+def compare(
+    folder: Path,
+    name: str,
+    ranks: int,
+    tokens: list[int] | None,
+    speculators: bool,
+    layers: tuple[int, ...],
+    lost_at: int | None,
+) -> None:
+    model = write_target(name, folder / "model")
+    adapters = [write_adapter(folder / f"a{i}", model, each) for i, each in enumerate(RECIPES)]
+    [(plain, _)] = run_in_memory(1, partial(answers, engine_config(model), adapters, 0, None))
+    texts = [[*r.prompt, *a.tokens] for r, a in zip(REQUESTS, plain, strict=True)]
+    folders = [adapters[each.slot] if each.slot >= 0 else None for each in REQUESTS]
+    states = [
+        inner_states(model, own, text, layers) for own, text in zip(folders, texts, strict=True)
+    ]
+    torch.manual_seed(4)
+    heads = eagle3.Heads(embedding_of(model), tokens and sorted(tokens), speculators)
+    heads.train_on(list(zip(states, texts, strict=True)))
+    ids: dict[str, Any] = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": layers}}
+    if speculators:
+        ids = {"eagle_aux_hidden_state_layer_ids": [each + 1 for each in layers]}
+    elif layers == (1, 2, 2):
+        ids = {}
+    config = with_heads(model, heads.write(folder / "heads", speculators, **ids))
+    for made, run in run_ranks(ranks, partial(answers, config, adapters, NUM_DRAFTS, lost_at)):
+        assert [one.tokens for one in made] == [one.tokens for one in plain]
+        assert len(run.drafted) >= 20
+        for index, at, drafts in run.drafted:
+
+            def pick(logits: Tensor, position: int, index: int = index) -> int:
+                return guessed(logits[None], REQUESTS[index].sampling, position)[0]
+
+            # The state two positions before chose the token before the draft.
+            text, own = texts[index], states[index]
+            expected, _ = heads.chain(text, own, at - 2, len(drafts), pick)
+            assert list(drafts) == expected, f"guesses differ: request {index} at {at}"
+        skipped = [len(run.ended["r", index].skipped) for index in range(len(REQUESTS))]
+        assert sum(skipped) >= NUM_TOKENS, skipped
+
+
+@pytest.mark.parametrize("fault", ["positions", "entries", "order"])
+def test_faults_on_purpose_are_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """The comparison with plain torch must fail."""
+    monkeypatch.setattr(speculation, "MARGIN", 0.0)
+    if fault == "positions":
+        right = Eagle3Heads.forward
+        monkeypatch.setattr(
+            Eagle3Heads,
+            "forward",
+            lambda self, ids, at, *rest: right(self, ids, at // 2, *rest),
+        )
+    elif fault == "entries":
+        tables = eagle3_guesses.Eagle3Guesser._tables
+        monkeypatch.setattr(
+            eagle3_guesses.Eagle3Guesser, "_tables", lambda *given: tables(*given) * 0
+        )
+    else:
+        take = eagle3_guesses.LayerStates.take
+        monkeypatch.setattr(eagle3_guesses.LayerStates, "take", lambda self: take(self)[::-1])
+    with pytest.raises(AssertionError, match="guesses differ"):
+        compare(tmp_path, "llama", 1, MOST, False, (1, 2, 3), None)
+
+
+def test_logits_are_those_of_plain_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a prompt in chunks, of a draft that is half right, and of chains over a page's end."""
+    model = write_target("llama", tmp_path / "model")
+    torch.manual_seed(5)
+    heads = eagle3.Heads(embedding_of(model), sorted(MOST)).requires_grad_(False)
+    folder = heads.write(tmp_path / "heads")
+    runner = load_paged(with_heads(model, folder), SingleRank(), CPU).allocate()
+    served: list[Tensor] = []
+    right = Eagle3Heads.logits
+
+    def logits(self: Eagle3Heads, g: Tensor) -> Tensor:
+        served.append(right(self, g)[0])
+        return served[-1][None]
+
+    monkeypatch.setattr(Eagle3Heads, "logits", logits)
+    prompt = torch.randint(3, VOCAB, (14,), generator=torch.Generator().manual_seed(6)).tolist()
+    join = RequestJoin(0, prompt, len(prompt), -1, Sampling())
+    first = ForwardBatch([join], [StepRow(0, 0, 9, [3], False)], 0)
+    second = ForwardBatch([], [StepRow(0, 9, 5, [], True)], 4)
+    assert runner.step(first).wait().guesses is None
+    told = runner.step(second).wait()
+    [token] = told.tokens
+    [draft] = told.guesses or [[]]
+    text = [*prompt, token]
+    check(heads, model, text, 13, draft, served)
+    # One guess is made right, the next one wrong.
+    best = runner.step(ForwardBatch([], [StepRow(0, 14, 1, [], True)], 0)).wait().tokens[0]
+    served.clear()
+    drafts = (best, 2)
+    third = ForwardBatch([], [StepRow(0, 14, 3, [5], True, drafts=drafts)], 4)
+    told = runner.step(third).wait()
+    assert told.tokens[0] == best
+    assert told.tokens[1] != 2
+    [draft] = told.guesses or [[]]
+    check(heads, model, [*text, *told.tokens[:2]], 15, draft, served)
+
+
+def check(
+    heads: eagle3.Heads,
+    model: Path,
+    text: list[int],
+    at: int,
+    draft: list[int],
+    served: list[Tensor],
+) -> None:
+    """Assert that logits and guesses behind `at` are those of plain torch."""
+    states = inner_states(model, None, text, (1, 2, 2))
+    expected, logits = heads.chain(text, states, at, len(served), lambda x, _: int(x.argmax()))
+    assert len(served) == 4
+    assert draft == expected
+    torch.testing.assert_close(torch.stack(served), logits, atol=1e-4, rtol=0)
+
+
+def test_heads_of_other_models_are_refused(tmp_path: Path) -> None:
+    model = write_target("llama", tmp_path / "model")
+
+    def load(folder: Path, model: Path = model) -> None:
+        load_paged(with_heads(model, folder), SingleRank(), CPU)
+
+    heads = eagle3.Heads(torch.zeros(VOCAB, WIDTH), sorted(MOST))
+    folder = heads.write(tmp_path / "heads")
+    load(folder)
+    wide = eagle3.Heads(torch.zeros(VOCAB, 2 * WIDTH)).write(tmp_path / "wide")
+    with pytest.raises(CheckpointError, match=f"The model is {WIDTH} wide.*for another model"):
+        load(wide)
+    first = heads.write(tmp_path / "first", eagle_config=FIRST)
+    heads.guessed = None
+    with pytest.raises(CheckpointError, match="no tensor 'd2t', and fewer tokens"):
+        load(heads.write(tmp_path / "unmapped"))
+    few: dict[str, Any] = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 6]}}
+    with pytest.raises(ArchitectureError, match="behind layers 0, 1, 6, and the model has 6"):
+        load(heads.write(tmp_path / "few", **few))
+    with pytest.raises(ValueError, match="cannot read the states of this model's layers"):
+        load(folder, write_gpt2(tmp_path / "gpt2", "plain"))
+    windowed = write_relative(tmp_path / "windowed", "mistral", sliding_window=8)
+    with pytest.raises(ValueError, match="each layer of this model has a window"):
+        load(first, windowed)
+
+
+def test_on_gpus_heads_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert loading.EAGLE3_ON == ("cpu",)
+    model = write_target("llama", tmp_path / "model")
+    folder = eagle3.Heads(torch.zeros(VOCAB, WIDTH)).write(tmp_path / "heads")
+    monkeypatch.setattr(loading, "EAGLE3_ON", ())
+    with pytest.raises(ValueError, match=r"were not compared on cpu yet: set engine\.speculation"):
+        load_paged(with_heads(model, folder), SingleRank(), CPU)
