@@ -30,6 +30,7 @@ from modeling.adapters.product import ExpertDeltas
 from modeling.adapters.projection import ModulePosition, Projection
 from modeling.models.generic.cuts import CutPlan
 from modeling.models.generic.fused_experts import ExpertKernels, FusedExperts
+from modeling.models.generic.fused_stored import stored_kernels
 from modeling.models.generic.routed_projections import (
     expert_projections,
     layer_template,
@@ -144,6 +145,12 @@ class RoutedLayers:
         """Whether captured steps can have adapters of experts, once the weights were read."""
         return CAPTURED and not any(has_stored(each.module) for each in self._experts)
 
+    def leave_stored(self, on_gpu: bool) -> None:
+        """Take no adapters on a GPU where a checkpoint quantised experts: nothing compared them."""
+        if any(has_stored(each.module) for each in self._experts):
+            self.on_gpus = False
+            self.projections = () if on_gpu else self.projections
+
     def install(self, step: CurrentStep, device: torch.device) -> None:
         """Let them be computed with the step's adapters, and by our kernels where those fit.
 
@@ -151,6 +158,9 @@ class RoutedLayers:
         """
         kernels = ExpertKernels(device)
         for each in self._experts:
+            if has_stored(each.module) and device.type == "cuda":
+                each.module.forward = stored_kernels(each.module, device)
+                continue
             plain = kernels.experts(each.module) or each.module.forward
             each.module.forward = partial(_experts_adapted, each, step, plain)
         for each in self._routers:

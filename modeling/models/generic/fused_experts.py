@@ -77,7 +77,7 @@ class ExpertKernels:
         """The kernels instead of a layer's experts; None where they do not fit."""
         kernels, plain = self._kernels, module.forward
         has_form = module.has_gate and module.is_concatenated and not module.is_transposed
-        if kernels is None or not has_form or module.has_bias or not _is_silu(module):
+        if kernels is None or not has_form or module.has_bias or not is_silu(module):
             return None
         if getattr(module, "has_post_expert_norm", False):
             return None
@@ -129,12 +129,12 @@ def _kernels(device: torch.device) -> tuple[Any, Any]:
     return triton_experts, triton_routing
 
 
-def _is_silu(module: Any) -> bool:
+def is_silu(module: Any) -> bool:
     """Whether an expert computes silu(gate) * up between its products."""
     both = torch.randn(3, 16, generator=torch.Generator().manual_seed(0))
     gate, up = both.chunk(2, -1)
     try:
-        return _same(module._apply_gate(both), F.silu(gate) * up)
+        return same(module._apply_gate(both), F.silu(gate) * up)
     except (RuntimeError, AttributeError, TypeError):
         return False
 
@@ -156,10 +156,11 @@ def _takes_best(module: Any, active: int, summed: bool) -> bool:
     best = best / best.sum(-1, keepdim=True) if summed else best
     wanted = (logits, best, ids)
     is_alike = isinstance(found, tuple) and len(found) == 3
-    return is_alike and all(_same(a, b) for a, b in zip(found, wanted, strict=True))
+    return is_alike and all(same(a, b) for a, b in zip(found, wanted, strict=True))
 
 
-def _same(found: Any, wanted: Tensor) -> bool:
+def same(found: Any, wanted: Tensor) -> bool:
+    """Whether a module computed what is wanted."""
     return (
         isinstance(found, Tensor)
         and found.shape == wanted.shape

@@ -84,9 +84,10 @@ class GenericForCausalLM(nn.Module):
         on_gpu = self.device.type == "cuda"
         over = weights.group if architecture.expert_parallel else None
         routed = RoutedLayers(self.causal, plan, len(self.projections), on_gpu, over)
+        read_rest(self.causal, plan, weights, routed.own)
+        routed.leave_stored(on_gpu)
         self.projections = (*self.projections, *routed.projections)
         self.adapts_experts_on_gpus = routed.on_gpus
-        read_rest(self.causal, plan, weights, routed.own)
         routed.install(self._step, self.device)
         self.captures_experts = routed.are_captured
         stacked = [each for each in self.causal.parameters() if each.dim() == 3]

@@ -9,17 +9,17 @@ from torch import Tensor, nn
 
 from configs.architectures.base import ArchitectureError
 from modeling.models.generic.names import StackedExperts, within
+from modeling.quantisation import mxfp4
 from modeling.quantisation.base import QuantisedWeight
+from modeling.quantisation.fp8 import BlockFp8Weight
+from modeling.quantisation.mxfp4 import SHARED
 from modeling.quantisation.stored_fp8 import SCALES
 from sharding.linear_weight import LinearPart
 from sharding.loader import Weights
 from sharding.slicing import Segments
 
-SHARED = 32
-"""Inputs of an output that share a scale."""
-
-_HALVES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""What the lowest three bits of a code stand for; the fourth is the sign."""
+COMPARED: frozenset[str] = frozenset()
+"""Forms that were compared on a GPU, which refuses others."""
 
 
 class StoredMatrices(nn.Module, ABC):
@@ -60,12 +60,31 @@ class LinearMatrices(StoredMatrices):
         """Return x as any expert rounds it."""
         return self._experts[0].inputs(x)
 
+    def stack(self) -> tuple[Tensor, Tensor]:
+        """Put all matrices into one tensor, for kernels: fp8 [experts, out, in], and its scales.
+
+        The scales: float32 [experts, out / 128, in / 128]. ArchitectureError in other forms.
+        """
+        own = [each for each in self._experts if isinstance(each, BlockFp8Weight)]
+        blocks = [each.blocks.data for each in own if each.blocks is not None]
+        if len(blocks) < len(self._experts):
+            raise ArchitectureError(
+                f"experts in {self.form}: GPUs multiply them in blocks of 128 by 128 with scales "
+                "for the inputs of a block: take a checkpoint in bfloat16"
+            )
+        codes = torch.stack([each.codes.data.view(torch.uint8) for each in own])
+        codes = codes.view(own[0].codes.dtype)
+        for number, each in enumerate(own):
+            each.codes.data = codes[number]  # The one before is freed.
+        return codes, torch.stack(blocks)
+
 
 class Mxfp4Matrices(StoredMatrices):
     """One matrix [in, out] for each expert, in mxfp4, as gpt-oss is published.
 
     codes: uint8 [experts, out, in / 32, 16], two numbers (e2m1) a byte, the lower bits first.
-    scales: uint8 [experts, out, in / 32], powers of two, and 127. dtype: of the numbers.
+    scales: uint8 [experts, out, in / 32], powers of two, and 127. dtype: of the numbers. is_packed:
+    whether both are as `mxfp4.pack` makes them.
     """
 
     def __init__(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> None:
@@ -73,6 +92,8 @@ class Mxfp4Matrices(StoredMatrices):
         self.codes = nn.Parameter(codes, requires_grad=False)
         self.scales = nn.Parameter(scales, requires_grad=False)
         self.dtype = dtype
+        self.is_packed = False
+        self.inputs_of_output = scales.shape[2] * SHARED
 
     @property
     def form(self) -> str:
@@ -81,11 +102,32 @@ class Mxfp4Matrices(StoredMatrices):
 
     def numbers(self) -> Tensor:
         """[experts, in, out]: exact in every float type here."""
-        values = [*_HALVES, *(-half for half in _HALVES)]
-        table = torch.tensor(values, dtype=self.dtype, device=self.codes.device)
-        parts = torch.stack((self.codes & 15, self.codes >> 4), dim=-1).flatten(-2)
-        found = torch.ldexp(table[parts.int()], self.scales.int()[..., None] - 127)
-        return found.to(self.dtype).flatten(-2).transpose(1, 2)
+        codes, scales = self.codes.data, self.scales.data
+        if self.is_packed:
+            pairs = zip(codes, scales, strict=True)
+            parts = [mxfp4.unpack(*own, self.inputs_of_output) for own in pairs]
+            codes, scales = (torch.stack(each) for each in zip(*parts, strict=True))
+        return mxfp4.numbers(codes, scales, self.dtype).transpose(1, 2)
+
+    def pack(self) -> tuple[Tensor, Tensor]:
+        """Put them into the order of kernels, once; see `mxfp4.pack`.
+
+        ArchitectureError where kernels would not be exact.
+        """
+        if self.dtype is not torch.bfloat16 or int(self.scales.max()) > mxfp4.LARGEST_SCALE:
+            raise ArchitectureError(
+                f"experts in mxfp4: GPUs multiply them in bfloat16 (here {self.dtype}) with scales "
+                f"up to {mxfp4.LARGEST_SCALE} (here {int(self.scales.max())}): set model.dtype to "
+                "bfloat16, or take a checkpoint in bfloat16"
+            )
+        pairs = zip(self.codes.data, self.scales.data, strict=True)
+        parts = [mxfp4.pack(*own) for own in pairs]
+        codes, scales = (torch.stack(each) for each in zip(*parts, strict=True))
+        # Integers of more bits than a parameter of a float type has: they take no gradient either.
+        self.codes = nn.Parameter(codes, requires_grad=False)
+        self.scales = nn.Parameter(scales, requires_grad=False)
+        self.is_packed = True
+        return self.codes.data, self.scales.data
 
 
 def is_stored(weights: Weights, name: str) -> bool:
@@ -155,8 +197,8 @@ def _is_quantised(weights: Weights, part: LinearPart) -> bool:
 
 
 def _check_device(weights: Weights, name: str, form: str) -> None:
-    """Refuse a GPU: no product was compared there."""
-    if weights.device.type != "cpu":
+    """Refuse a GPU where no product was compared there."""
+    if weights.device.type != "cpu" and form not in COMPARED:
         raise ArchitectureError(
             f"{name}: experts in {form} are served on CPUs alone: take a checkpoint of the model "
             "in bfloat16"

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from configs.architectures.base import ArchitectureError
+from modeling.models.generic.stored_experts import Mxfp4Matrices
 from modeling.runner.loading import load_model
 from sharding.group import LoneRank, SingleRank
 from tests.checkpoints import load_oracle, write_adapter
@@ -98,6 +99,36 @@ def test_a_rank_with_whole_experts_keeps_its_own(made: Path) -> None:
     half = whole.num_experts // 2
     assert torch.equal(own.down_proj, whole.down_proj[half:])
     assert torch.equal(own.gate_up_proj, whole.gate_up_proj[half:])
+
+
+@pytest.mark.parametrize("inputs", [64, 96, 128, 224])
+def test_kernels_read_the_same_numbers(inputs: int) -> None:
+    """By masks and a factor, as modeling/layers/triton_stored_experts.py makes them."""
+    codes = torch.randint(0, 256, (2, 6, inputs // 32, 16), dtype=torch.uint8)
+    scales = torch.randint(1, 129, codes.shape[:3], dtype=torch.uint8)
+    stored = Mxfp4Matrices(codes, scales, torch.bfloat16)
+    numbers = stored.numbers()
+    words, powers = stored.pack()
+    assert torch.equal(stored.numbers(), numbers)
+    made = []
+    for place in range(4):
+        bits = words.int() & 0xFFFF
+        low = bits << (6 - 4 * place) if place < 2 else bits >> (4 * place - 6)
+        parts = (low & 0x1C0) | ((bits << (12 - 4 * place)) & 0x8000)
+        factors = ((((powers >> (8 * place)) & 255) + 126) << 7).short().view(torch.bfloat16)
+        # Integers of 16 bits have a sign where a number of bfloat16 has it.
+        found = torch.where(parts > 0x7FFF, parts - 0x10000, parts).short().view(torch.bfloat16)
+        made.append(found.double() * factors.double()[..., None])
+    own = torch.stack(made, 3).permute(0, 2, 1, 3, 4).flatten(2)[..., :inputs]
+    assert torch.equal(own, numbers.transpose(1, 2).double())
+
+
+def test_numbers_that_kernels_do_not_make_are_refused() -> None:
+    codes = torch.zeros(1, 2, 1, 16, dtype=torch.uint8)
+    for scale, dtype in ((129, torch.bfloat16), (120, torch.float16)):
+        stored = Mxfp4Matrices(codes, torch.full((1, 2, 1), scale).byte(), dtype)
+        with pytest.raises(ArchitectureError, match="GPUs multiply them in bfloat16"):
+            stored.pack()
 
 
 def test_gpus_refuse_them(made: Path) -> None:

@@ -1,0 +1,363 @@
+"""Experts kept as a checkpoint stored them, in Triton: in mxfp4, or in fp8 blocks.
+
+As in triton_experts.py, a table has the pairs of each expert, and a program reads a tile of one
+expert's weights once for many pairs. Here for any number of tokens: numbers are made of a tile
+where it is multiplied, so no expert is ever expanded.
+
+    mxfp4   W[o, i] = code[o, i] * 2 ** (scale[o, i / 32] - 127)
+    fp8     y[p, o] = sum_g a[p, g] b[o / 128, g] sum_{i of g} X[p, i] W[o, i]
+
+Codes of mxfp4 come packed as `modeling.quantisation.mxfp4.pack` does it: a word of 16 bits has
+codes of four inputs that do not share a scale, so that 32 words of a row are 32 neighbours of each
+of four scales. The bits of a code are those of a number of bfloat16, but for the exponent's
+beginning, so two are made of a register by masks, and multiplied by a power of two, exactly.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from math import gcd
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from modeling.layers.triton_expert_kernels import enter_kernel, sum_kernel
+from modeling.layers.triton_experts import SUM_COLUMNS
+from modeling.quantisation.activations import BLOCK
+from modeling.quantisation.triton import by_group
+from modeling.triton_launch import Launcher, aligned, has_dependent_launch, launch_options
+
+
+@dataclass(frozen=True)
+class StoredCut:
+    """How experts of up to `tokens` tokens are cut.
+
+    pairs: of a program. up, down: inner columns, and outputs, of a program. warps, stages: of both.
+    """
+
+    tokens: int
+    pairs: int
+    up: int
+    down: int
+    warps: int
+    stages: int
+
+
+MXFP4_CUTS = (
+    StoredCut(64, 16, 32, 64, 4, 4),
+    StoredCut(256, 32, 64, 128, 4, 3),
+    StoredCut(2**31, 64, 64, 128, 4, 3),
+)
+FP8_CUTS = (
+    StoredCut(64, 16, 32, 64, 4, 4),
+    StoredCut(256, 32, 64, 128, 4, 3),
+    StoredCut(2**31, 64, 64, 128, 4, 3),
+)
+
+ASSEMBLY = {
+    f"ASM{quarter}": (
+        "{.reg .b32 s, t; "
+        f"shl.b32 s, $1, {12 - 4 * quarter}; and.b32 s, s, 0x80008000; "
+        + (
+            f"shl.b32 t, $1, {6 - 4 * quarter}; "
+            if quarter < 2
+            else f"shr.b32 t, $1, {4 * quarter - 6}; "
+        )
+        + "lop3.b32 t, t, 0x01c001c0, s, 0xea; mul.bf16x2 $0, t, $2;}"
+    )
+    for quarter in range(4)
+}
+"""Makes two numbers of the codes at a quarter in two words. $1: the words. $2: twice the factor."""
+
+
+@dataclass(frozen=True)
+class StoredWeight:
+    """The matrices [out, in] of a layer's experts.
+
+    codes: int16 [experts, in / 128, out, 32] of mxfp4, else fp8 [experts, out, in].
+    scales: int32 [experts, in / 128, out], four bytes each, else float32 [experts, out / 128,
+    in / 128]. bias: [experts, out]. shape: (out, in).
+    """
+
+    codes: Tensor
+    scales: Tensor
+    bias: Tensor | None
+    shape: tuple[int, int]
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether it is in fp8."""
+        return self.codes.dtype is torch.float8_e4m3fn
+
+
+@dataclass(frozen=True)
+class Gate:
+    """What an expert computes of gate g and up u, and how their rows lie.
+
+    interleaved: a gate's row is followed by up's; otherwise all rows of up follow those of gate.
+    limit, alpha: of (clamp(u) + 1) g' sigmoid(alpha g'), g' = min(g, limit); None: silu(g) u.
+    """
+
+    interleaved: bool = False
+    limit: float | None = None
+    alpha: float = 1.0
+
+
+# Arguments are grouped by what they describe.
+# fmt: off
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _made(words: "Any", scales: "Any", QUARTER: tl.constexpr, ASM: tl.constexpr) -> "Any":
+    """Numbers of the codes at one quarter; scales: the quarter's is the byte QUARTER."""
+    # A code's bits are a number of 2 ** -126 of what it stands for.
+    power = (((scales >> (8 * QUARTER)) & 255) + 126) << 7
+    factors = power.to(tl.int16).to(tl.bfloat16, bitcast=True)[:, None]
+    return tl.inline_asm_elementwise(
+        ASM, "=r,r,r", [words, factors], dtype=tl.bfloat16, is_pure=True, pack=2
+    )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _of_mxfp4(
+    x: "Any", codes: "Any", scales: "Any", expert: "Any", row: "Any", at: "Any", live: "Any",
+    HEIGHT: tl.constexpr, INPUTS: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr,
+    ASM0: tl.constexpr, ASM1: tl.constexpr, ASM2: tl.constexpr, ASM3: tl.constexpr,
+) -> "Any":
+    """Sums [ROWS, PAIRS] of an expert's rows and x's rows `at`."""
+    CHUNKS: tl.constexpr = (INPUTS + 127) // 128
+    word = tl.arange(0, 32)
+    first = codes + (expert * CHUNKS * HEIGHT + row)[:, None] * 32 + word[None, :]
+    s_rows = scales + expert * CHUNKS * HEIGHT + row
+    x_rows = x + at[None, :] * INPUTS + word[:, None]
+    factors = tl.load(s_rows)
+    acc = tl.zeros([ROWS, PAIRS], dtype=tl.float32)
+    for chunk in range(CHUNKS):
+        # The next chunk's are loaded now: loads that no product takes are not pipelined.
+        next_factors = tl.load(s_rows + tl.minimum(chunk + 1, CHUNKS - 1) * HEIGHT)
+        words = tl.load(first + chunk * (HEIGHT * 32))
+        xs = x_rows + chunk * 128
+        left = INPUTS - chunk * 128
+        x0 = tl.load(xs, mask=live[None, :], other=0.0)
+        acc = tl.dot(_made(words, factors, 0, ASM0), x0, acc)
+        mask = live[None, :] & (left > 32)
+        x1 = tl.load(xs + 32, mask=mask, other=0.0)
+        acc = tl.dot(_made(words, factors, 1, ASM1), x1, acc)
+        mask = live[None, :] & (left > 64)
+        x2 = tl.load(xs + 64, mask=mask, other=0.0)
+        acc = tl.dot(_made(words, factors, 2, ASM2), x2, acc)
+        mask = live[None, :] & (left > 96)
+        x3 = tl.load(xs + 96, mask=mask, other=0.0)
+        acc = tl.dot(_made(words, factors, 3, ASM3), x3, acc)
+        factors = next_factors
+    return acc
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _of_fp8(
+    x: "Any", x_scales: "Any", num_x: "Any", codes: "Any", scales: "Any",
+    expert: "Any", row: "Any", at: "Any", live: "Any",
+    HEIGHT: tl.constexpr, INPUTS: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr,
+) -> "Any":
+    """The same; x_scales: [groups, num_x]."""
+    GROUPS: tl.constexpr = INPUTS // 128
+    k = tl.arange(0, 128)
+    w_rows = codes + (expert * HEIGHT + row)[:, None] * INPUTS + k[None, :]
+    s_rows = scales + (expert * (HEIGHT // 128) + row // 128) * GROUPS
+    x_rows = x + at[None, :] * INPUTS + k[:, None]
+    own = tl.load(s_rows)
+    tokens = tl.load(x_scales + at, mask=live, other=0.0)
+    acc = tl.zeros([ROWS, PAIRS], dtype=tl.float32)
+    for group in range(GROUPS):
+        later = tl.minimum(group + 1, GROUPS - 1)
+        next_own = tl.load(s_rows + later)
+        next_tokens = tl.load(x_scales + later * num_x + at, mask=live, other=0.0)
+        x_tile = tl.load(x_rows + group * 128, mask=live[None, :], other=0.0)
+        part = tl.dot(tl.load(w_rows + group * 128), x_tile)
+        acc += part * own[:, None] * tokens[None, :]
+        own, tokens = next_own, next_tokens
+    return acc
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _up(
+    x: "Any", x_scales: "Any", num_x: "Any", codes: "Any", scales: "Any", bias: "Any",
+    inner: "Any", counts: "Any", table: "Any", num_tokens: "Any", limit: "Any", alpha: "Any",
+    INPUTS: tl.constexpr, WIDTH: tl.constexpr, ACTIVE: tl.constexpr,
+    PAIRS: tl.constexpr, BLOCK_N: tl.constexpr,
+    FP8: tl.constexpr, HAS_BIAS: tl.constexpr, INTERLEAVED: tl.constexpr, CLAMPED: tl.constexpr,
+    ASM0: tl.constexpr, ASM1: tl.constexpr, ASM2: tl.constexpr, ASM3: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """One block of an expert's inner columns for up to PAIRS of its pairs."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    first = tl.program_id(0) * PAIRS
+    expert = tl.program_id(2).to(tl.int64)
+    count = tl.load(counts + expert)
+    if first < count:
+        m = first + tl.arange(0, PAIRS)
+        live = m < count
+        pair = tl.load(table + expert * num_tokens + m, mask=live, other=0).to(tl.int64)
+        # Gate and up of a column are neighbours among the rows of the product.
+        r = tl.arange(0, 2 * BLOCK_N)
+        column = tl.program_id(1) * BLOCK_N + r // 2
+        row = 2 * column + r % 2 if INTERLEAVED else r % 2 * WIDTH + column
+        if FP8:
+            acc = _of_fp8(
+                x, x_scales, num_x, codes, scales, expert, row, pair // ACTIVE, live,
+                2 * WIDTH, INPUTS, 2 * BLOCK_N, PAIRS,
+            )
+        else:
+            acc = _of_mxfp4(
+                x, codes, scales, expert, row, pair // ACTIVE, live,
+                2 * WIDTH, INPUTS, 2 * BLOCK_N, PAIRS, ASM0, ASM1, ASM2, ASM3,
+            )
+        if HAS_BIAS:
+            acc += tl.load(bias + expert * (2 * WIDTH) + row).to(tl.float32)[:, None]
+        gate, up = tl.split(tl.permute(tl.reshape(acc, [BLOCK_N, 2, PAIRS]), [0, 2, 1]))
+        if CLAMPED:
+            gate = tl.minimum(gate, limit)
+            up = tl.minimum(tl.maximum(up, -limit), limit)
+            value = (up + 1) * gate * tl.sigmoid(alpha * gate)
+        else:
+            value = gate * tl.sigmoid(gate) * up
+        n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+        out = inner + pair[None, :] * WIDTH + n[:, None]
+        tl.store(out, value.to(inner.dtype.element_ty), mask=live[None, :])
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _down(
+    x: "Any", x_scales: "Any", num_x: "Any", codes: "Any", scales: "Any", bias: "Any",
+    shares: "Any", out: "Any", counts: "Any", table: "Any", num_tokens: "Any",
+    INPUTS: tl.constexpr, WIDTH: tl.constexpr,
+    PAIRS: tl.constexpr, BLOCK_N: tl.constexpr, FP8: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ASM0: tl.constexpr, ASM1: tl.constexpr, ASM2: tl.constexpr, ASM3: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """One block of an expert's outputs for up to PAIRS of its pairs, by the pairs' weights."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    first = tl.program_id(0) * PAIRS
+    expert = tl.program_id(2).to(tl.int64)
+    count = tl.load(counts + expert)
+    if first < count:
+        m = first + tl.arange(0, PAIRS)
+        live = m < count
+        pair = tl.load(table + expert * num_tokens + m, mask=live, other=0).to(tl.int64)
+        n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+        if FP8:
+            acc = _of_fp8(
+                x, x_scales, num_x, codes, scales, expert, n, pair, live,
+                WIDTH, INPUTS, BLOCK_N, PAIRS,
+            )
+        else:
+            acc = _of_mxfp4(
+                x, codes, scales, expert, n, pair, live,
+                WIDTH, INPUTS, BLOCK_N, PAIRS, ASM0, ASM1, ASM2, ASM3,
+            )
+        if HAS_BIAS:
+            acc += tl.load(bias + expert * WIDTH + n).to(tl.float32)[:, None]
+        acc *= tl.load(shares + pair, mask=live, other=0.0).to(tl.float32)[None, :]
+        tl.store(
+            out + pair[None, :] * WIDTH + n[:, None], acc.to(out.dtype.element_ty),
+            mask=live[None, :],
+        )
+
+
+# fmt: on
+
+_ENTER, _SUM = Launcher(enter_kernel), Launcher(sum_kernel)
+_UP, _DOWN = Launcher(_up), Launcher(_down)
+
+
+def stored_experts(
+    x: Tensor,
+    up: StoredWeight,
+    down: StoredWeight,
+    gate: Gate,
+    ids: Tensor,
+    shares: Tensor,
+    counts: Tensor,
+) -> Tensor:
+    """[tokens, hidden] to the same shape.
+
+    up: of 2 * inner outputs. ids, shares: [tokens, experts of one]. counts: int32 [experts] zeros,
+    which it leaves as zeros.
+    """
+    (tokens, hidden), active, count = x.shape, ids.shape[1], len(up.codes)
+    width = down.shape[1]
+    cut = _cut(tokens, hidden, width, up.is_fp8)
+    table = torch.empty(count, tokens, dtype=torch.int32, device=x.device)
+    inner = torch.empty(tokens * active, width, dtype=x.dtype, device=x.device)
+    out = torch.empty(tokens * active, hidden, dtype=x.dtype, device=x.device)
+    y, pdl = torch.empty_like(x), has_dependent_launch(x.device)
+    forms = (tokens % 16 == 0, tokens == 1, tokens * active % 16 == 0, tokens * active == 1)
+    common = (x.device, x.dtype, shares.dtype, ids.dtype, *forms, aligned(x, ids, shares))
+    small = {"num_warps": 1, **launch_options(pdl)}
+    power = triton.next_power_of_2(active)
+    constants: dict[str, Any] = {"ACTIVE": active, "WIDTH": power, "PDL": pdl}
+    _ENTER((common, *constants.values()), (tokens,), [ids, counts, table, tokens], constants, small)
+    sizes = {"INPUTS": hidden, "WIDTH": width, "ACTIVE": active}
+    sizes |= {"PAIRS": cut.pairs, "BLOCK_N": cut.up}
+    clamped = gate.limit is not None
+    form = {"INTERLEAVED": gate.interleaved, "CLAMPED": clamped}
+    limits = gate.limit or 0.0, gate.alpha
+    blocks = -(-tokens // cut.pairs)
+    rest = [inner, counts, table, tokens, *limits]
+    grid = (blocks, width // cut.up, count)
+    _product(_UP, common, grid, x, up, rest, sizes, form, cut, pdl)
+    sizes = {"INPUTS": width, "WIDTH": hidden, "PAIRS": cut.pairs, "BLOCK_N": cut.down}
+    grid = (blocks, hidden // cut.down, count)
+    rest = [shares, out, counts, table, tokens]
+    _product(_DOWN, common, grid, inner, down, rest, sizes, {}, cut, pdl)
+    constants = {
+        **{"WIDTH": hidden, "ACTIVE": active, "PAIRS": power, "BLOCK_N": SUM_COLUMNS},
+        **{"EXPERTS": count, "COUNTS": triton.next_power_of_2(count), "PDL": pdl},
+    }
+    grid = (tokens, -(-hidden // SUM_COLUMNS), 1)
+    _SUM(
+        (common, *constants.values()), grid, [out, y, counts], constants, {**small, "num_warps": 4}
+    )
+    return y
+
+
+def _product(
+    launch: Launcher,
+    common: Any,
+    grid: tuple[int, int, int],
+    x: Tensor,
+    weight: StoredWeight,
+    rest: Sequence[Any],
+    sizes: dict[str, int],
+    form: dict[str, bool],
+    cut: StoredCut,
+    pdl: bool,
+) -> None:
+    rows, inputs, scales = len(x), x, x
+    if weight.is_fp8:
+        inputs, by_row = by_group(x, BLOCK)
+        scales = by_row.t()
+    bias = weight.codes if weight.bias is None else weight.bias
+    constants: dict[str, Any] = {**sizes, "FP8": weight.is_fp8, "HAS_BIAS": weight.bias is not None}
+    constants |= {**form, **ASSEMBLY, "PDL": pdl}
+    tensors = [inputs, scales, rows, weight.codes, weight.scales, bias]
+    launch(
+        (common, *sizes.values(), *form.values(), weight.is_fp8, bias.dtype, len(weight.codes)),
+        *(grid, [*tensors, *rest], constants),
+        {"num_warps": cut.warps, "num_stages": cut.stages, **launch_options(pdl)},
+    )
+
+
+@cache
+def _cut(tokens: int, hidden: int, width: int, is_fp8: bool) -> StoredCut:
+    cuts = FP8_CUTS if is_fp8 else MXFP4_CUTS
+    cut = next(each for each in cuts if tokens <= each.tokens)
+    return replace(cut, up=gcd(cut.up, width), down=gcd(cut.down, hidden))

@@ -1,0 +1,88 @@
+"""Kernels instead of transformers' experts, where a checkpoint quantised those, on GPUs."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from configs.architectures.base import ArchitectureError
+from modeling.models.generic.fused_experts import is_silu, same
+from modeling.models.generic.stored_experts import LinearMatrices, Mxfp4Matrices
+
+if TYPE_CHECKING:
+    from modeling.layers.triton_stored_experts import Gate, StoredWeight
+
+LEAST = 32
+"""Of which an expert's sizes are multiples."""
+
+_CAPABILITY = (9, 0)
+"""Of GPUs with the kernels' instructions."""
+
+
+def stored_kernels(module: Any, device: torch.device) -> Callable[..., Tensor]:
+    """Return what computes a layer's experts; ArchitectureError where no kernel does.
+
+    The module's stored matrices are put into the kernels' order.
+    """
+    if torch.cuda.get_device_capability(device) < _CAPABILITY:
+        raise ArchitectureError(
+            f"quantised experts: {torch.cuda.get_device_name(device)} is older than Hopper: take a "
+            "checkpoint in bfloat16"
+        )
+    # Here, not above: Triton comes with CUDA builds of torch only.
+    from modeling.layers.triton_stored_experts import stored_experts
+
+    gate = _gate(module)
+    if gate is None:
+        raise ArchitectureError(
+            f"{type(module).__name__}: no kernel computes these quantised experts on GPUs: take a "
+            "checkpoint in bfloat16"
+        )
+    up, down = _weight(module, "gate_up_proj"), _weight(module, "down_proj")
+    counts = torch.zeros(len(up.codes), dtype=torch.int32, device=device)
+
+    def forward(hidden_states: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        x = hidden_states.contiguous()
+        return stored_experts(x, up, down, gate, ids.contiguous(), weights.contiguous(), counts)
+
+    return forward
+
+
+def _gate(module: Any) -> "Gate | None":
+    """What the module computes of gate and up, found by running it; None if no kernel does."""
+    from modeling.layers.triton_stored_experts import Gate
+
+    if not module.has_gate or getattr(module, "has_post_expert_norm", False):
+        return None
+    if module.is_concatenated:
+        return Gate() if is_silu(module) else None
+    limit, alpha = (getattr(module, name, None) for name in ("limit", "alpha"))
+    if limit is None or alpha is None:
+        return None
+    both = torch.randn(64, 16, generator=torch.Generator().manual_seed(0)) * limit
+    gate, up = both[..., ::2].clamp(max=limit), both[..., 1::2].clamp(-limit, limit)
+    wanted = (up + 1) * gate * torch.sigmoid(gate * alpha)
+    is_alike = same(module._apply_gate(both), wanted)
+    return Gate(True, float(limit), float(alpha)) if is_alike else None
+
+
+def _weight(module: Any, name: str) -> "StoredWeight":
+    from modeling.layers.triton_stored_experts import StoredWeight
+
+    stored: nn.Module | None = getattr(module, f"{name}_stored", None)
+    bias: Tensor | None = getattr(module, f"{name}_bias") if module.has_bias else None
+    if isinstance(stored, Mxfp4Matrices):
+        codes, scales = stored.pack()
+        shape = codes.shape[2], stored.inputs_of_output
+    elif isinstance(stored, LinearMatrices):
+        codes, scales = stored.stack()
+        shape = codes.shape[1], codes.shape[2]
+    else:
+        raise ArchitectureError(f"{name}: a checkpoint quantises all of an expert's maps, or none")
+    if any(size % LEAST for size in shape):
+        raise ArchitectureError(
+            f"{name}: GPUs multiply quantised experts of sizes that are multiples of {LEAST}, not "
+            f"{shape}: take a checkpoint in bfloat16"
+        )
+    return StoredWeight(codes, scales, bias, shape)

@@ -1,0 +1,274 @@
+"""Quantised experts on a GPU: a layer against the equation, whole models against float32.
+
+The truth of a model is the reference of float32 on a CPU, whose tokens are those of transformers
+over the numbers (test_mxfp4.py, test_fp8_experts.py). Each test prints its figures.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from configs.adapters import AdaptersConfig
+from configs.architectures.base import ArchitectureError
+from configs.engine import CacheConfig, Device, LimitsConfig
+from configs.model import DType, ModelConfig
+from modeling.models.generic import stored_experts
+from modeling.quantisation import mxfp4
+from modeling.quantisation.activations import FP8, rounded_by_group
+from modeling.runner.load_paged import load_paged
+from modeling.runner.loading import load_model, pick_device
+from sharding.group import SingleRank
+from tests.checkpoints import AdapterRecipe, write_adapter
+from tests.checkpoints_generic import SHAPE, VOCAB_SIZE
+from tests.modeling.parity import NUM_BLOCKS, engine_config, place_all
+from tests.modeling.quantisation.test_models_cuda import as_blocks, bounded
+from tests.modeling.teacher import TOGETHER, errors, forced_logprobs
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+BOUND = 1e-2
+"""Of the difference's norm: inner columns and each pair's part are rounded to bfloat16, and fp8's
+tensor cores add with fewer bits than float32 has."""
+
+SIZES = [(2880, 2880, 8, 4), (192, 96, 5, 3), (256, 384, 16, 2), (64, 32, 3, 1)]
+"""Hidden size, inner size, experts, experts of a token."""
+
+TOKENS = (1, 2, 7, 16, 64, 65, 200, 300, 1030)
+Layer = tuple[Any, Any, Any, Callable[[Tensor, int], Tensor]]
+
+
+def layer_mxfp4(hidden: int, inner: int, count: int) -> Layer:
+    """up, down, gate, and the equation of one expert in float32, like gpt-oss'."""
+    from modeling.layers.triton_stored_experts import Gate, StoredWeight
+
+    def weight(out: int, wide: int) -> tuple[Any, Tensor]:
+        codes = torch.randint(0, 256, (count, out, wide // 32, 16), device="cuda").byte()
+        scales = torch.randint(118, 122, (count, out, wide // 32), device="cuda").byte()
+        numbers = mxfp4.numbers(codes, scales, torch.float32)
+        packed = [mxfp4.pack(*each) for each in zip(codes, scales, strict=True)]
+        words, powers = (torch.stack(each) for each in zip(*packed, strict=True))
+        bias = torch.randn(count, out, device="cuda").bfloat16()
+        return StoredWeight(words, powers, bias, (out, wide)), numbers
+
+    (up, up_numbers), (down, down_numbers) = weight(2 * inner, hidden), weight(hidden, inner)
+
+    def expert(x: Tensor, number: int) -> Tensor:
+        y = x @ up_numbers[number].T + up.bias[number].float()
+        gate, other = y[:, 0::2].clamp(max=7.0), y[:, 1::2].clamp(-7.0, 7.0)
+        found = ((other + 1) * gate * torch.sigmoid(gate * 1.702)).bfloat16().float()
+        return F.linear(found, down_numbers[number], down.bias[number].float())
+
+    return up, down, Gate(True, 7.0, 1.702), expert
+
+
+def layer_fp8(hidden: int, inner: int, count: int) -> Layer:
+    """The same, like Qwen3-MoE's: x and inner columns are rounded too."""
+    from modeling.layers.triton_stored_experts import Gate, StoredWeight
+
+    def weight(out: int, wide: int) -> tuple[Any, Tensor]:
+        codes = torch.randn(count, out, wide, device="cuda").mul(64).clamp(-448, 448).to(FP8)
+        blocks = torch.rand(count, out // 128, wide // 128, device="cuda").add(0.5) / 64
+        whole = blocks.repeat_interleave(128, 1).repeat_interleave(128, 2) / wide**0.5
+        return StoredWeight(codes, blocks / wide**0.5, None, (out, wide)), codes.float() * whole
+
+    (up, up_numbers), (down, down_numbers) = weight(2 * inner, hidden), weight(hidden, inner)
+
+    def expert(x: Tensor, number: int) -> Tensor:
+        y = rounded_by_group(x, 128) @ up_numbers[number].T
+        found = (F.silu(y[:, :inner]) * y[:, inner:]).bfloat16().float()
+        return F.linear(rounded_by_group(found, 128), down_numbers[number])
+
+    return up, down, Gate(), expert
+
+
+LAYERS = {"mxfp4": layer_mxfp4, "fp8": layer_fp8}
+
+
+def worst_error(form: str, sizes: tuple[int, int, int, int], tokens: int, made: Layer) -> float:
+    """The largest of a few steps; equal inputs must give equal bits, and counts stay zeros."""
+    from modeling.layers.triton_stored_experts import stored_experts as product
+
+    hidden, _, count, active = sizes
+    up, down, gate, expert = made
+    counts = torch.zeros(count, dtype=torch.int32, device="cuda")
+    worst = 0.0
+    for skewed in (False, True):
+        x = torch.randn(tokens, hidden, device="cuda").bfloat16()
+        chances = torch.rand(tokens, count, device="cuda")
+        if skewed:  # Most pairs are one expert's.
+            chances[:, 0] += 1
+        shares, ids = chances.softmax(-1).topk(active)
+        shares = shares.bfloat16()
+        wanted = torch.zeros(tokens, hidden, device="cuda")
+        for number in range(count):
+            token, place = torch.where(ids == number)
+            part = expert(x[token].float(), number) * shares[token, place].float()[:, None]
+            wanted.index_add_(0, token, part)
+        found = [product(x, up, down, gate, ids, shares, counts) for _ in range(3)]
+        assert torch.equal(found[0], found[1])
+        assert torch.equal(found[0], found[2])
+        assert not counts.any()
+        worst = max(worst, float((found[0].float() - wanted).norm() / wanted.norm()))
+    return worst
+
+
+@pytest.mark.parametrize("form", LAYERS)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_layers(
+    form: str, sizes: tuple[int, int, int, int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    hidden, inner, count, _ = sizes
+    if form == "fp8" and (hidden % 128 or inner % 128):
+        pytest.skip("blocks are whole")
+    torch.manual_seed(7)
+    made = LAYERS[form](hidden, inner, count)
+    worst = {tokens: worst_error(form, sizes, tokens, made) for tokens in TOKENS}
+    with capfd.disabled():
+        print(f"\n{form} {sizes} " + " ".join(f"{t}:{e:.1e}" for t, e in worst.items()))
+    assert max(worst.values()) < BOUND, worst
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "gpt_oss": {
+        "hidden_size": 192,
+        "intermediate_size": 96,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "head_dim": 64,
+    },
+    "qwen3_moe": {
+        "hidden_size": 256,
+        "moe_intermediate_size": 128,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "head_dim": 64,
+    },
+    "deepseek_v3": {
+        "hidden_size": 256,
+        "intermediate_size": 256,
+        "moe_intermediate_size": 128,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 128,
+        "kv_lora_rank": 128,
+        "qk_rope_head_dim": 32,
+        "head_dim": 32,
+        "qk_nope_head_dim": 64,
+        "v_head_dim": 64,
+    },
+}
+
+
+def write(folder: Path, kind: str) -> tuple[Path, Path]:
+    """Write a tiny mixture as it is published, and an adapter of its attention."""
+    config = CONFIG_MAPPING[kind](**{**SHAPE, **KINDS[kind]})
+    auto: Any = AutoModelForCausalLM
+    torch.manual_seed(3)
+    model = auto.from_config(config, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" not in name:
+                parameter.normal_(std=0.05)
+    dense, stored = folder / "dense", folder / "stored"
+    model.save_pretrained(dense)
+    targets = ("q_proj", "o_proj", "q_b_proj")
+    recipe = AdapterRecipe(r=8, alpha=16.0, std=0.02, target_modules=targets)
+    adapter = write_adapter(folder / "adapter", dense, recipe)
+    tensors: dict[str, Tensor] = {}
+    method: dict[str, Any] = {
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+        "activation_scheme": "dynamic",
+        "modules_to_not_convert": ["lm_head"],
+    }
+    for name, tensor in load_file(dense / "model.safetensors").items():
+        if kind == "gpt_oss" and name.endswith(("gate_up_proj", "down_proj")):
+            count, inputs, outputs = tensor.shape
+            codes = torch.randint(0, 256, (count, outputs, inputs // 32, 16), dtype=torch.uint8)
+            scales = torch.randint(120, 122, codes.shape[:3], dtype=torch.uint8)
+            tensors |= {f"{name}_blocks": codes, f"{name}_scales": scales}
+        elif kind != "gpt_oss" and name.endswith("_proj.weight"):
+            tensors |= as_blocks(name.removesuffix(".weight"), tensor)
+        else:
+            tensors[name] = tensor
+    if kind == "gpt_oss":
+        method = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    stored.mkdir()
+    made = {n: t.contiguous() for n, t in tensors.items()}
+    save_file(made, stored / "model.safetensors", {"format": "pt"})
+    fields = json.loads((dense / "config.json").read_text())
+    (stored / "config.json").write_text(json.dumps(fields | {"quantization_config": method}))
+    return stored, adapter
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_mixtures(
+    kind: str,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With an adapter of attention; those of these experts are taken by CPUs alone."""
+    monkeypatch.setattr(stored_experts, "COMPARED", frozenset(("mxfp4", "fp8")))
+    model, adapter = write(tmp_path, kind)
+    found: dict[str, Tensor] = {}
+    lines, far = [], []
+    for name, device, dtype in (
+        ("truth", Device.CPU, DType.FLOAT32),
+        ("reference", Device.CPU, DType.BFLOAT16),
+        ("ours", Device.CUDA, DType.BFLOAT16),
+    ):
+        config = engine_config(
+            model,
+            model=ModelConfig(id=str(model), dtype=dtype),
+            device=device,
+            cache=CacheConfig(num_blocks=NUM_BLOCKS, block_size=16),
+            limits=LimitsConfig(max_running=TOGETHER, max_step_tokens=512),
+            adapters=AdaptersConfig(device_pages=4, max_device_adapters=2),
+        )
+        runner = load_paged(config, SingleRank(), pick_device(device)).allocate()
+        place_all(runner, [adapter])
+        for slot in (-1, 0):
+            for decode in (False, True) if name == "ours" else (False,):
+                said = forced_logprobs(runner, VOCAB_SIZE, slot, decode, 16).cpu()
+                if name != "ours":
+                    found[f"{name}{slot}"] = said
+                    continue
+                truth, reference = found[f"truth{slot}"], found[f"reference{slot}"]
+                theirs, own = errors(reference, truth), errors(said, truth)
+                way = f"{'base' if slot < 0 else 'adapter':8}{'decode' if decode else 'prefill':8}"
+                lines.append(f"{kind:12}{way}{own}  (reference: {theirs})")
+                if not bounded(own, theirs):
+                    far.append(lines[-1])
+    with capfd.disabled():
+        print("", *lines, f"captured steps: {runner.num_captured}", sep="\n")
+    assert not far, "\n".join(far)
+    assert runner.num_captured, "no step was captured"
+
+
+def test_scales_that_kernels_do_not_make_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stored_experts, "COMPARED", frozenset(("mxfp4", "fp8")))
+    model, _ = write(tmp_path, "gpt_oss")
+    with pytest.raises(ArchitectureError, match="GPUs multiply them in bfloat16"):
+        load_model(
+            engine_config(model, model=ModelConfig(id=str(model), dtype=DType.FLOAT32)),
+            SingleRank(),
+            torch.device("cuda"),
+        )
