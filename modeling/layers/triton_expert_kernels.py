@@ -34,13 +34,53 @@ def enter_kernel(
     tl.store(table + expert * num_tokens + at, token * ACTIVE + n, mask=inside)
 
 
+@triton.jit(do_not_specialize=["most"])  # type: ignore[untyped-decorator]
+def tiles_kernel(
+    counts: "Any", tiles: "Any", most: "Any",
+    EXPERTS: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """Cut all experts' pairs into tiles [most, 2]: expert, -1 behind the last tile; first pair."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    e = tl.arange(0, WIDTH)
+    blocks = (tl.load(counts + e, mask=e < EXPERTS, other=0) + PAIRS - 1) // PAIRS
+    before = tl.cumsum(blocks, axis=0) - blocks
+    for each in range(tl.max(blocks, axis=0)):
+        at = tiles + (before + each) * 2
+        tl.store(at, e, mask=each < blocks)
+        tl.store(at + 1, tl.zeros([WIDTH], tl.int32) + each * PAIRS, mask=each < blocks)
+    for start in range(tl.sum(blocks, axis=0), most, BLOCK):
+        t = start + tl.arange(0, BLOCK)
+        tl.store(tiles + t * 2, tl.full([BLOCK], -1, tl.int32), mask=t < most)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def tile_of(
+    counts: "Any", tiles: "Any", TILED: tl.constexpr, PAIRS: tl.constexpr
+) -> "Any":
+    """A program's expert, its first pair there, and how many pairs the expert has.
+
+    TILED: program (tile, block), else (share of the pairs, block, expert).
+    """
+    first, expert = tl.program_id(0) * PAIRS, tl.program_id(2)
+    if TILED:
+        tile = tiles + tl.program_id(0) * 2
+        expert = tl.load(tile)
+        first = tl.load(tile + 1, mask=expert >= 0, other=0)
+    count = tl.load(counts + expert, mask=expert >= 0, other=0)
+    return tl.maximum(expert, 0).to(tl.int64), first, count
+
+
 @triton.jit(do_not_specialize=UNSPECIALIZED)  # type: ignore[untyped-decorator]
 def up_kernel(
-    x: "Any", weight: "Any", inner: "Any", counts: "Any", table: "Any", num_tokens: "Any",
+    x: "Any", weight: "Any", inner: "Any", counts: "Any", tiles: "Any", table: "Any",
+    num_tokens: "Any",
     shrunk: "Any", bt0: "Any", bt1: "Any", slots: "Any", pages: "Any",
     projection0: "Any", projection1: "Any", matrix0: "Any",
     INPUTS: tl.constexpr, WIDTH: tl.constexpr, ACTIVE: tl.constexpr,
-    PAIRS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PAIRS: tl.constexpr, TILED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     DELTAS: tl.constexpr, ENTRIES: tl.constexpr, PAGES: tl.constexpr, WIDE: tl.constexpr,
     LAYERS: tl.constexpr, PDL: tl.constexpr,
 ) -> None:
@@ -48,9 +88,7 @@ def up_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    first = tl.program_id(0) * PAIRS
-    expert = tl.program_id(2).to(tl.int64)
-    count = tl.load(counts + expert)
+    expert, first, count = tile_of(counts, tiles, TILED, PAIRS)
     if first < count:
         m = first + tl.arange(0, PAIRS)
         live = m < count
@@ -84,21 +122,19 @@ def up_kernel(
 @triton.jit(do_not_specialize=UNSPECIALIZED)  # type: ignore[untyped-decorator]
 def down_kernel(
     inner: "Any", weight: "Any", shares: "Any", out: "Any",
-    counts: "Any", table: "Any", num_tokens: "Any",
+    counts: "Any", tiles: "Any", table: "Any", num_tokens: "Any",
     shrunk: "Any", bt0: "Any", bt1: "Any", slots: "Any", pages: "Any",
     projection0: "Any", projection1: "Any", matrix0: "Any",
     INPUTS: tl.constexpr, WIDTH: tl.constexpr, ACTIVE: tl.constexpr,
-    PAIRS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PAIRS: tl.constexpr, TILED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     LINE: tl.constexpr, LINES: tl.constexpr,
     DELTAS: tl.constexpr, ENTRIES: tl.constexpr, PAGES: tl.constexpr, WIDE: tl.constexpr,
     LAYERS: tl.constexpr, PDL: tl.constexpr,
 ) -> None:
     """One block of an expert's outputs for up to PAIRS of its pairs, by the pairs' weights."""
-    first = tl.program_id(0) * PAIRS
-    expert = tl.program_id(2).to(tl.int64)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     # Written before the kernel ahead began, which waited for it.
-    count = tl.load(counts + expert)
+    expert, first, count = tile_of(counts, tiles, TILED, PAIRS)
     if PDL:
         if first < count:
             ahead = tl.minimum(tl.arange(0, LINES) * LINE, INPUTS - 1)

@@ -9,8 +9,8 @@ p: a pair of a token t(p) and one of the experts that compute it, e(p); w: its w
   launches, sums without tensor cores.
 * More tokens: a table has the pairs of each expert, and a program reads a tile of one expert's
   weights once for many pairs, which are the narrow side of the tensor cores' instruction. An expert
-  without pairs costs an empty program. In which order an expert's pairs lie in the table is left to
-  chance; no pair's result depends on it.
+  without pairs costs an empty program, or, in steps of prompts, none. In which order an expert's
+  pairs lie in the table is left to chance; no pair's result depends on it.
 
 Launches are programmatic dependent ones, as in `modeling.layers.triton`.
 """
@@ -29,6 +29,7 @@ from modeling.layers.triton_expert_kernels import (
     down_of_token_kernel,
     enter_kernel,
     sum_kernel,
+    tiles_kernel,
     up_kernel,
     up_of_pair_kernel,
 )
@@ -54,13 +55,15 @@ class Tile:
 class ExpertsCut:
     """How experts of up to `tokens` tokens are cut.
 
-    pairs: of a program; 0: every pair for itself.
+    pairs: of a program; 0: every pair for itself. tiled: whether programs are of tiles that have
+    pairs, which one more launch finds, and not of all that may have some.
     """
 
     tokens: int
     pairs: int
     up: Tile
     down: Tile
+    tiled: bool = False
 
 
 CUTS = (
@@ -68,10 +71,16 @@ CUTS = (
     ExpertsCut(128, 16, Tile(64, 128, 4, 3), Tile(64, 128, 4, 3)),
     ExpertsCut(256, 32, Tile(64, 64, 4, 4), Tile(128, 64, 4, 4)),
 )
-"""As measured on an H200 with 128 experts of 768, 8 of them a token, hidden size 2048. Beyond the
-last, a library's grouped products are faster."""
+"""As measured on an H200 with 128 experts of 768, 8 of them a token, hidden size 2048."""
+
+PROMPT_CUTS = (
+    ExpertsCut(768, 64, Tile(128, 64, 8, 3), Tile(128, 64, 8, 4), tiled=True),
+    ExpertsCut(16384, 128, Tile(128, 64, 8, 3), Tile(128, 64, 8, 4), tiled=True),
+)
+"""For steps with prompts, not yet compared on a GPU."""
 
 MOST_TOKENS = CUTS[-1].tokens
+"""Beyond it a library's grouped products compute experts."""
 
 LEAST = 32
 """Of which an expert's sizes are multiples: smaller tiles are too slow."""
@@ -84,7 +93,7 @@ LINE = 64
 
 _ENTER, _UP, _DOWN = Launcher(enter_kernel), Launcher(up_kernel), Launcher(down_kernel)
 _SUM, _UP_OF_PAIR = Launcher(sum_kernel), Launcher(up_of_pair_kernel)
-_DOWN_OF_TOKEN = Launcher(down_of_token_kernel)
+_DOWN_OF_TOKEN, _TILES = Launcher(down_of_token_kernel), Launcher(tiles_kernel)
 
 
 def experts(
@@ -110,7 +119,7 @@ def experts(
 
 @cache
 def _cut(tokens: int, hidden: int, width: int) -> ExpertsCut:
-    cut = next(each for each in CUTS if tokens <= each.tokens)
+    cut = next(each for each in (*CUTS, *PROMPT_CUTS) if tokens <= each.tokens)
     return replace(cut, up=cut.up.fitted(width, hidden), down=cut.down.fitted(hidden, width))
 
 
@@ -183,18 +192,20 @@ def _by_expert(
     constants: dict[str, Any] = {"ACTIVE": active, "WIDTH": power, "PDL": pdl}
     key = (kinds, aligned(*pointers), *constants.values())
     _ENTER(key, (tokens,), [ids, counts, table, tokens], constants, small)
-    blocks, of_pairs = -(-tokens // cut.pairs), {"PAIRS": cut.pairs}
+    tiles, programs = _tiles(cut, counts, tokens, active)
+    of_pairs = {"PAIRS": cut.pairs, "TILED": cut.tiled}
     constants = {"INPUTS": hidden, "WIDTH": width, "ACTIVE": active, **of_pairs}
     constants |= _sizes(cut.up) | {"PDL": pdl}
-    grid = (blocks, width // cut.up.outputs, count)
-    tensors = _with_deltas(shrunk, [x, up, inner, counts, table, tokens], constants)
+    grid = (programs[0], width // cut.up.outputs, programs[1])
+    tensors = _with_deltas(shrunk, [x, up, inner, counts, tiles, table, tokens], constants)
     key = (kinds, _alike(tensors), *constants.values())
     _UP(key, grid, tensors, constants, _options(cut.up, pdl))
     shrunk = None if deltas is None else deltas.shrink_down(inner, ids, count)
     constants = {"INPUTS": width, "WIDTH": hidden, "ACTIVE": active, **of_pairs}
     constants |= _sizes(cut.down) | _lines(width) | {"PDL": pdl}
-    grid = (blocks, hidden // cut.down.outputs, count)
-    tensors = _with_deltas(shrunk, [inner, down, shares, out, counts, table, tokens], constants)
+    grid = (programs[0], hidden // cut.down.outputs, programs[1])
+    own = [inner, down, shares, out, counts, tiles, table, tokens]
+    tensors = _with_deltas(shrunk, own, constants)
     key = (kinds, _alike(tensors), *constants.values())
     _DOWN(key, grid, tensors, constants, _options(cut.down, pdl))
     constants = {
@@ -205,6 +216,27 @@ def _by_expert(
     grid = (tokens, -(-hidden // SUM_COLUMNS), 1)
     _SUM(key, grid, [out, y, counts], constants, {**small, "num_warps": 4})
     return y
+
+
+def _tiles(
+    cut: ExpertsCut, counts: Tensor, tokens: int, active: int
+) -> tuple[Tensor, tuple[int, int]]:
+    """Return tiles int32 [most, 2], and how many programs each block of outputs has."""
+    if not cut.tiled:
+        # An expert has at most one pair of a token. Nothing reads tiles: any tensor will do.
+        return counts, (-(-tokens // cut.pairs), len(counts))
+    pairs = tokens * active
+    most = pairs // cut.pairs + min(len(counts), pairs)
+    tiles = torch.empty(most, 2, dtype=torch.int32, device=counts.device)
+    pdl = has_dependent_launch(counts.device)
+    constants = {
+        **{"EXPERTS": len(counts), "WIDTH": triton.next_power_of_2(len(counts))},
+        **{"PAIRS": cut.pairs, "BLOCK": 256, "PDL": pdl},
+    }
+    key = (counts.device, aligned(counts, tiles), *constants.values())
+    options = {"num_warps": 4, **launch_options(pdl)}
+    _TILES(key, (1,), [counts, tiles, most], constants, options)
+    return tiles, (most, 1)
 
 
 def _alike(arguments: list[Any]) -> int:

@@ -4,6 +4,7 @@ It needs TRITON_INTERPRET=1 in the environment, and numpy below 2.4.
 """
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,11 +26,28 @@ def computed(x: Tensor, up: Tensor, down: Tensor, ids: Tensor, shares: Tensor) -
     return (out * shares.float()[..., None]).sum(1)
 
 
-@pytest.mark.parametrize(("tokens", "active"), [(1, 2), (2, 3), (5, 3), (37, 2)])
-def test_experts(monkeypatch: pytest.MonkeyPatch, tokens: int, active: int) -> None:
+def interpreted(monkeypatch: pytest.MonkeyPatch, is_tiled: bool) -> Any:
+    """The kernels; is_tiled: as steps of prompts take them, however few tokens there are."""
     kernels = pytest.importorskip("modeling.layers.triton_experts")
-    for name in ("_ENTER", "_UP", "_DOWN", "_SUM", "_UP_OF_PAIR", "_DOWN_OF_TOKEN"):
+    for name in ("_ENTER", "_TILES", "_UP", "_DOWN", "_SUM", "_UP_OF_PAIR", "_DOWN_OF_TOKEN"):
         monkeypatch.setattr(kernels, name, Interpreted(getattr(kernels, name)._kernel))
+    if is_tiled:
+        cut = replace(kernels.CUTS[1], tiled=True)
+        monkeypatch.setattr(kernels, "_cut", lambda _, hidden, width: fitted(cut, hidden, width))
+    return kernels
+
+
+def fitted(cut: Any, hidden: int, width: int) -> Any:
+    return replace(cut, up=cut.up.fitted(width, hidden), down=cut.down.fitted(hidden, width))
+
+
+STEPS = [(1, 2, False), (2, 3, False), (5, 3, False), (37, 2, False), (2, 1, True), (37, 4, True)]
+"""Tokens, experts of each, and whether programs are of tiles."""
+
+
+@pytest.mark.parametrize(("tokens", "active", "is_tiled"), STEPS)
+def test_experts(monkeypatch: pytest.MonkeyPatch, tokens: int, active: int, is_tiled: bool) -> None:
+    kernels = interpreted(monkeypatch, is_tiled)
     count, hidden, width = 6, 128, 96
     x = torch.randn(tokens, hidden, dtype=torch.float16)
     up = torch.randn(count, 2 * width, hidden).mul(0.1).half()
@@ -74,13 +92,13 @@ def delta(x: Tensor, table: Tensor, pool: tuple[Tensor, Tensor], slot: int, matr
     return x @ a.t() @ bt
 
 
-@pytest.mark.parametrize(("tokens", "active"), [(1, 2), (2, 3), (5, 3), (37, 2)])
-def test_experts_adapted(monkeypatch: pytest.MonkeyPatch, tokens: int, active: int) -> None:
-    kernels = pytest.importorskip("modeling.layers.triton_experts")
+@pytest.mark.parametrize(("tokens", "active", "is_tiled"), STEPS)
+def test_experts_adapted(
+    monkeypatch: pytest.MonkeyPatch, tokens: int, active: int, is_tiled: bool
+) -> None:
+    kernels = interpreted(monkeypatch, is_tiled)
     from modeling import triton_pairs
 
-    for name in ("_ENTER", "_UP", "_DOWN", "_SUM", "_UP_OF_PAIR", "_DOWN_OF_TOKEN"):
-        monkeypatch.setattr(kernels, name, Interpreted(getattr(kernels, name)._kernel))
     for name in ("_SHRINK", "_EXPAND"):
         monkeypatch.setattr(triton_pairs, name, Interpreted(getattr(triton_pairs, name)._kernel))
     count, hidden, width, first = 6, 128, 96, 6
