@@ -32,7 +32,7 @@ EXPAND_COLUMNS = 256
 FEW_PAIRS = 64
 """Up to as many, the pages of a pair are shrunk by programs of their own."""
 
-UNSPECIALIZED = ["matrix0", "projection0", "projection1"]
+UNSPECIALIZED = ["matrix0", "matrices", "projection0", "projection1"]
 COUNTED = [*UNSPECIALIZED, "num_pairs"]
 """Integers that are no reason to compile again where they are 1 or multiples of 16."""
 
@@ -55,8 +55,8 @@ def pages_of_pair(
 @triton.jit  # type: ignore[untyped-decorator]
 def pair_delta(
     shrunk: "Any", bt: "Any", table: "Any", slot: "Any", projection: "Any", matrix: "Any", n: "Any",
-    width: "Any",
-    ENTRIES: tl.constexpr, PAGES: tl.constexpr, WIDE: tl.constexpr, LAYERS: tl.constexpr,
+    width: "Any", matrices: "Any",
+    ENTRIES: tl.constexpr, PAGES: tl.constexpr, WIDE: tl.constexpr,
 ) -> "Any":
     """Columns n of one pair's delta, float32; shrunk: of the pair. matrix: first + its expert."""
     at, count = pages_of_pair(table, slot, projection, ENTRIES, PAGES, WIDE)
@@ -65,7 +65,7 @@ def pair_delta(
     total = tl.zeros([n.shape[0]], dtype=tl.float32)
     for each in range(count):
         page = tl.load(at + each).to(tl.int64)
-        rows = bt + ((page * LAYERS + matrix) * 8 + r) * width
+        rows = bt + ((page * matrices + matrix) * 8 + r) * width
         tile = tl.load(rows[:, None] + n[None, :], mask=inside[None, :], other=0.0)
         own = tl.load(shrunk + each * 8 + r)
         total += tl.sum(tile.to(tl.float32) * own[:, None], axis=0)
@@ -76,7 +76,8 @@ def pair_delta(
 def tile_delta(
     total: "Any", shrunk: "Any", bt: "Any", table: "Any", slot: "Any", projection: "Any",
     matrix: "Any", pair: "Any", n: "Any", width: "Any",
-    ENTRIES: tl.constexpr, PAGES: tl.constexpr, WIDE: tl.constexpr, LAYERS: tl.constexpr,
+    matrices: "Any",
+    ENTRIES: tl.constexpr, PAGES: tl.constexpr, WIDE: tl.constexpr,
 ) -> "Any":
     """total [columns, pairs] with the deltas of one expert's pairs added.
 
@@ -90,7 +91,7 @@ def tile_delta(
     for each in range(most):
         page = tl.load(at + each, mask=slot >= 0, other=-1)
         used = page >= 0
-        rows = bt + (tl.maximum(page, 0).to(tl.int64) * LAYERS + matrix) * 8 * width
+        rows = bt + (tl.maximum(page, 0).to(tl.int64) * matrices + matrix) * 8 * width
         for r in tl.static_range(8):
             own = tl.load(shrunk + pair * (PAGES * 8) + each * 8 + r, mask=used, other=0.0)
             tile = tl.load(
@@ -104,9 +105,10 @@ def tile_delta(
 @triton.jit(do_not_specialize=COUNTED)  # type: ignore[untyped-decorator]
 def _shrink(
     x: "Any", shrunk: "Any", a0: "Any", a1: "Any", experts: "Any", slots: "Any", table: "Any",
-    projection0: "Any", projection1: "Any", matrix0: "Any", num_pairs: "Any",
+    projection0: "Any", projection1: "Any", matrix0: "Any", matrices: "Any",
+    num_pairs: "Any",
     INPUTS: tl.constexpr, COUNT: tl.constexpr, ACTIVE: tl.constexpr, SHARED: tl.constexpr,
-    ENTRIES: tl.constexpr, PAGES: tl.constexpr, WIDE: tl.constexpr, LAYERS: tl.constexpr,
+    ENTRIES: tl.constexpr, PAGES: tl.constexpr, WIDE: tl.constexpr,
     BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ) -> None:
     """Program (pair, target, share of the pages): shrunk [targets, pairs, PAGES * 8].
@@ -130,7 +132,7 @@ def _shrink(
     own = x + (pair // SHARED).to(tl.int64) * INPUTS
     for each in range(tl.program_id(2), count, tl.num_programs(2)):
         page = tl.load(at + each).to(tl.int64)
-        rows = a + ((page * LAYERS + matrix) * 8 + r) * INPUTS
+        rows = a + ((page * matrices + matrix) * 8 + r) * INPUTS
         total = tl.zeros([8, BLOCK_K], dtype=tl.float32)
         for k0 in range(0, INPUTS, BLOCK_K):
             k = k0 + tl.arange(0, BLOCK_K)
@@ -144,9 +146,9 @@ def _shrink(
 @triton.jit(do_not_specialize=UNSPECIALIZED)  # type: ignore[untyped-decorator]
 def _expand(
     y: "Any", shrunk: "Any", bt: "Any", experts: "Any", slots: "Any", table: "Any",
-    projection0: "Any", matrix0: "Any", y_stride: "Any",
+    projection0: "Any", matrix0: "Any", matrices: "Any", y_stride: "Any",
     OUTPUTS: tl.constexpr, COUNT: tl.constexpr,
-    ENTRIES: tl.constexpr, PAGES: tl.constexpr, WIDE: tl.constexpr, LAYERS: tl.constexpr,
+    ENTRIES: tl.constexpr, PAGES: tl.constexpr, WIDE: tl.constexpr,
     BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ) -> None:
     """Program (pair, block of columns): y[p, n] += the pair's delta."""
@@ -160,7 +162,7 @@ def _expand(
         n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
         delta = pair_delta(
             shrunk + pair * (PAGES * 8), bt, table, slot, projection0,
-            matrix0 + expert.to(tl.int64), n, OUTPUTS, ENTRIES, PAGES, WIDE, LAYERS,
+            matrix0 + expert.to(tl.int64), n, OUTPUTS, matrices, ENTRIES, PAGES, WIDE,
         )
         out = y + pair.to(tl.int64) * y_stride + n
         before = tl.load(out, mask=n < OUTPUTS, other=0.0).to(tl.float32)
@@ -211,11 +213,11 @@ class PairDeltas:
         own = [self.pools[each][0] for each in (projections[0], projections[-1])]
         constants: dict[str, Any] = {
             **{"INPUTS": inputs, "COUNT": count, "ACTIVE": pairs // len(slots)},
-            **{"SHARED": pairs // len(x), **self.sizes, "LAYERS": own[0].shape[1]},
+            **{"SHARED": pairs // len(x), **self.sizes},
             **{"BLOCK_K": min(SHRINK_COLUMNS, triton.next_power_of_2(inputs)), "PDL": pdl},
         }
         tensors = [x, shrunk, *own, experts, slots, self.table]
-        at = (projections[0], projections[-1], first)
+        at = (projections[0], projections[-1], first, own[0].shape[1])
         kinds = (x.device, x.dtype, own[0].dtype, experts.dtype, aligned(*tensors))
         key = (*kinds, *constants.values())
         grid = (pairs, len(projections), pages if pairs <= FEW_PAIRS else 1)
@@ -245,7 +247,7 @@ class PairDeltas:
         part, outputs = y[:, offset:], bt.shape[3]
         columns = min(EXPAND_COLUMNS, triton.next_power_of_2(outputs))
         constants: dict[str, Any] = {
-            **{"OUTPUTS": outputs, "COUNT": count, **self.sizes, "LAYERS": bt.shape[1]},
+            **{"OUTPUTS": outputs, "COUNT": count, **self.sizes},
             **{"BLOCK_N": columns, "PDL": pdl},
         }
         tensors = [part, shrunk, bt, experts, slots, self.table]
@@ -253,7 +255,7 @@ class PairDeltas:
         forms = (stride % 16 == 0, stride == 1, aligned(*tensors))
         key = (y.device, y.dtype, bt.dtype, experts.dtype, *forms, *constants.values())
         grid = (len(y), -(-outputs // columns))
-        arguments = [*tensors, projection, first, stride]
+        arguments = [*tensors, projection, first, bt.shape[1], stride]
         _EXPAND(key, grid, arguments, constants, {"num_warps": 2, **launch_options(pdl)})
 
 
@@ -304,15 +306,16 @@ class ShrunkPairs:
     def arguments(self) -> list[Any]:
         """Return the kernels' arguments."""
         tensors = [self.shrunk, self.bt[0], self.bt[-1], self.deltas.slots, self.deltas.table]
-        return [*tensors, self.projections[0], self.projections[-1], self.first]
+        own = (self.projections[0], self.projections[-1], self.first, self.bt[0].shape[1])
+        return [*tensors, *own]
 
     @property
     def constants(self) -> dict[str, Any]:
         """Return the kernels' constants."""
-        return {"DELTAS": True, **self.deltas.sizes, "LAYERS": self.bt[0].shape[1]}
+        return {"DELTAS": True, **self.deltas.sizes}
 
 
 def without_deltas(x: Tensor) -> tuple[list[Any], dict[str, Any]]:
     """Return arguments and constants of kernels that add none; x: any tensor of the launch."""
-    constants = {"DELTAS": False, "ENTRIES": 1, "PAGES": 1, "WIDE": 1, "LAYERS": 1}
-    return [x, x, x, x, x, 0, 0, 0], constants
+    constants = {"DELTAS": False, "ENTRIES": 1, "PAGES": 1, "WIDE": 1}
+    return [x, x, x, x, x, 0, 0, 0, 0], constants

@@ -1,7 +1,8 @@
 """The kernels of `triton_experts.py`: of one pair, and of a tile of one expert's pairs.
 
 Those of products add what adapters change, with DELTAS, before silu and before a pair's weight: see
-`modeling.triton_pairs`. matrix0: the layer's first expert, counted over all layers.
+`modeling.triton_pairs`. matrix0: the layer's first expert, counted over all layers; matrices: all
+layers' experts.
 """
 
 from typing import Any
@@ -78,11 +79,11 @@ def up_kernel(
     x: "Any", weight: "Any", inner: "Any", counts: "Any", tiles: "Any", table: "Any",
     num_tokens: "Any",
     shrunk: "Any", bt0: "Any", bt1: "Any", slots: "Any", pages: "Any",
-    projection0: "Any", projection1: "Any", matrix0: "Any",
+    projection0: "Any", projection1: "Any", matrix0: "Any", matrices: "Any",
     INPUTS: tl.constexpr, WIDTH: tl.constexpr, ACTIVE: tl.constexpr,
     PAIRS: tl.constexpr, TILED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     DELTAS: tl.constexpr, ENTRIES: tl.constexpr, PAGES: tl.constexpr, WIDE: tl.constexpr,
-    LAYERS: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """One block of an expert's inner columns, gate and up, for up to PAIRS of its pairs."""
     if PDL:
@@ -108,11 +109,11 @@ def up_kernel(
             slot = tl.load(slots + pair // ACTIVE, mask=live, other=-1)
             gate = tile_delta(
                 gate, shrunk, bt0, pages, slot, projection0, matrix0 + expert, pair, n, WIDTH,
-                ENTRIES, PAGES, WIDE, LAYERS,
+                matrices, ENTRIES, PAGES, WIDE,
             )
             up = tile_delta(
                 up, shrunk + num_tokens * (ACTIVE * PAGES * 8), bt1, pages, slot, projection1,
-                matrix0 + expert, pair, n, WIDTH, ENTRIES, PAGES, WIDE, LAYERS,
+                matrix0 + expert, pair, n, WIDTH, matrices, ENTRIES, PAGES, WIDE,
             )
         value = gate * tl.sigmoid(gate) * up
         out = inner + pair[None, :] * WIDTH + n[:, None]
@@ -124,12 +125,12 @@ def down_kernel(
     inner: "Any", weight: "Any", shares: "Any", out: "Any",
     counts: "Any", tiles: "Any", table: "Any", num_tokens: "Any",
     shrunk: "Any", bt0: "Any", bt1: "Any", slots: "Any", pages: "Any",
-    projection0: "Any", projection1: "Any", matrix0: "Any",
+    projection0: "Any", projection1: "Any", matrix0: "Any", matrices: "Any",
     INPUTS: tl.constexpr, WIDTH: tl.constexpr, ACTIVE: tl.constexpr,
     PAIRS: tl.constexpr, TILED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     LINE: tl.constexpr, LINES: tl.constexpr,
     DELTAS: tl.constexpr, ENTRIES: tl.constexpr, PAGES: tl.constexpr, WIDE: tl.constexpr,
-    LAYERS: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """One block of an expert's outputs for up to PAIRS of its pairs, by the pairs' weights."""
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -146,17 +147,17 @@ def down_kernel(
         live = m < count
         pair = tl.load(table + expert * num_tokens + m, mask=live, other=0)
         k = tl.arange(0, BLOCK_K)
-        tiles = weight + (expert * WIDTH + n)[:, None] * INPUTS + k[None, :]
+        matrix = weight + (expert * WIDTH + n)[:, None] * INPUTS + k[None, :]
         rows = inner + pair[None, :] * INPUTS + k[:, None]
         acc = tl.zeros([BLOCK_N, PAIRS], dtype=tl.float32)
         for k0 in range(0, INPUTS, BLOCK_K):
             inner_tile = tl.load(rows + k0, mask=live[None, :], other=0.0)
-            acc = tl.dot(tl.load(tiles + k0), inner_tile, acc)
+            acc = tl.dot(tl.load(matrix + k0), inner_tile, acc)
         if DELTAS:
             slot = tl.load(slots + pair // ACTIVE, mask=live, other=-1)
             acc = tile_delta(
                 acc, shrunk, bt0, pages, slot, projection0, matrix0 + expert, pair, n, WIDTH,
-                ENTRIES, PAGES, WIDE, LAYERS,
+                matrices, ENTRIES, PAGES, WIDE,
             )
         acc *= tl.load(shares + pair, mask=live, other=0.0).to(tl.float32)[None, :]
         tl.store(
@@ -190,11 +191,11 @@ def sum_kernel(
 def up_of_pair_kernel(
     x: "Any", weight: "Any", ids: "Any", inner: "Any", num_pairs: "Any",
     shrunk: "Any", bt0: "Any", bt1: "Any", slots: "Any", pages: "Any",
-    projection0: "Any", projection1: "Any", matrix0: "Any",
+    projection0: "Any", projection1: "Any", matrix0: "Any", matrices: "Any",
     INPUTS: tl.constexpr, WIDTH: tl.constexpr, ACTIVE: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     DELTAS: tl.constexpr, ENTRIES: tl.constexpr, PAGES: tl.constexpr, WIDE: tl.constexpr,
-    LAYERS: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """One block of one pair's inner columns."""
     if PDL:
@@ -218,11 +219,11 @@ def up_of_pair_kernel(
         slot, own = tl.load(slots + pair // ACTIVE), shrunk + pair * (PAGES * 8)
         summed += pair_delta(
             own, bt0, pages, slot, projection0, matrix0 + expert, n, WIDTH,
-            ENTRIES, PAGES, WIDE, LAYERS,
+            matrices, ENTRIES, PAGES, WIDE,
         )
         upper += pair_delta(
             own + num_pairs * (PAGES * 8), bt1, pages, slot, projection1, matrix0 + expert, n,
-            WIDTH, ENTRIES, PAGES, WIDE, LAYERS,
+            WIDTH, matrices, ENTRIES, PAGES, WIDE,
         )
     value = summed * tl.sigmoid(summed) * upper
     tl.store(inner + pair * WIDTH + n, value.to(inner.dtype.element_ty))
@@ -232,12 +233,12 @@ def up_of_pair_kernel(
 def down_of_token_kernel(
     inner: "Any", weight: "Any", ids: "Any", shares: "Any", y: "Any",
     shrunk: "Any", bt0: "Any", bt1: "Any", slots: "Any", pages: "Any",
-    projection0: "Any", projection1: "Any", matrix0: "Any",
+    projection0: "Any", projection1: "Any", matrix0: "Any", matrices: "Any",
     INPUTS: tl.constexpr, WIDTH: tl.constexpr, ACTIVE: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     LINE: tl.constexpr, LINES: tl.constexpr,
     DELTAS: tl.constexpr, ENTRIES: tl.constexpr, PAGES: tl.constexpr, WIDE: tl.constexpr,
-    LAYERS: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """One block of one token's outputs, summed over its experts."""
     token = tl.program_id(1)
@@ -267,7 +268,8 @@ def down_of_token_kernel(
             pair = token * ACTIVE + p
             delta = pair_delta(
                 shrunk + pair * (PAGES * 8), bt0, pages, slot, projection0,
-                matrix0 + tl.load(ids + pair).to(tl.int64), n, WIDTH, ENTRIES, PAGES, WIDE, LAYERS,
+                matrix0 + tl.load(ids + pair).to(tl.int64), n, WIDTH,
+                matrices, ENTRIES, PAGES, WIDE,
             )
             total += delta * tl.load(shares + pair).to(tl.float32)
     tl.store(y + token * WIDTH + n, total.to(y.dtype.element_ty))
