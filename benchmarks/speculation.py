@@ -3,8 +3,9 @@
 One rank's runner under the real scheduler, in one process: random base weights with a head of
 zeros, so that each answer is token 0 and repeats itself: the easiest text to look up. Of the
 drafts found so, a share is made wrong on purpose. With `--heads`, Medusa heads of zeros guess it
-instead, at their full cost, and as many of their guesses are made wrong. Each case is run with and
-without drafts, by turns. It needs one GPU, or `--device cpu` with `--layers 1`.
+instead, at their full cost, with `--eagle3` EAGLE-3 heads, and as many of their guesses are made
+wrong. Each case is run with and without drafts, by turns. It needs one GPU, or `--device cpu` with
+`--layers 1` (`--layers 4` for EAGLE-3).
 """
 
 import argparse
@@ -53,6 +54,9 @@ from sharding.group import SingleRank
 
 PROMPT = 512
 """Tokens of each prompt."""
+
+DRAFT_VOCAB = 32000
+"""Tokens that EAGLE-3 heads guess, as most that are published."""
 
 PROMPTS_AT_ONCE = 16
 """Prompts of one step, so that most of an answer comes when all have begun."""
@@ -164,6 +168,37 @@ def write_heads(folder: Path, width: int, count: int) -> Path:
     return folder
 
 
+def write_eagle3(folder: Path, model: dict[str, int]) -> Path:
+    """Write EAGLE-3 heads of a model's shape, all zeros, and return their folder."""
+    folder.mkdir()
+    keys = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    size, inner, heads, kv_heads = (model[key] for key in keys)
+    head_dim = model.get("head_dim") or size // heads
+    vocab = min(DRAFT_VOCAB, model["vocab_size"])
+    shapes = {
+        **{f"self_attn.{name}_proj": (kv_heads * head_dim, 2 * size) for name in ("k", "v")},
+        "self_attn.q_proj": (heads * head_dim, 2 * size),
+        "self_attn.o_proj": (size, heads * head_dim),
+        **{f"mlp.{name}_proj": (inner, size) for name in ("gate", "up")},
+        "mlp.down_proj": (size, inner),
+        **{name: (size,) for name in ("hidden_norm", "input_layernorm")},
+        "post_attention_layernorm": (size,),
+    }
+    named = {f"midlayer.{name}.weight": shape for name, shape in shapes.items()}
+    named |= {
+        "fc.weight": (size, 3 * size),
+        "norm.weight": (size,),
+        "lm_head.weight": (vocab, size),
+    }
+    tensors = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in named.items()}
+    save_file(
+        {**tensors, "d2t": torch.zeros(vocab, dtype=torch.int64)}, folder / "model.safetensors"
+    )
+    config = {key: model[key] for key in keys} | {"head_dim": head_dim, "draft_vocab_size": vocab}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 def make_runner(
     folder: Path, options: argparse.Namespace
 ) -> tuple[ModelRunner, Callable[[], None]]:
@@ -175,6 +210,10 @@ def make_runner(
         width = json.loads((folder / "config.json").read_text())["hidden_size"]
         named = str(write_heads(folder / "heads", width, options.heads))
         guessing = {"kind": SpeculationKind.MEDUSA, "model": named}
+    if options.eagle3:
+        shape = json.loads((folder / "config.json").read_text())
+        named = str(write_eagle3(folder / "heads", shape))
+        guessing = {"kind": SpeculationKind.EAGLE3, "model": named}
     total, step = PROMPT + options.tokens, min(rows, PROMPTS_AT_ONCE) * PROMPT
     config = EngineConfig(
         model=ModelConfig(id=str(folder), load_format=LoadFormat.DUMMY),
@@ -233,7 +272,7 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
             print(f"{'':9} ms of a step, by the length of its drafts: {costs}", flush=True)
 
     restore_head()
-    if options.heads:
+    if options.heads or options.eagle3:
         return
     compare(runner, limits, drafting, options.tokens)
 
@@ -274,6 +313,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--right", type=float, nargs="+", default=[1.0, 0.7, 0.0])
     parser.add_argument("--heads", type=int, default=0, help="Medusa heads that guess; 0: none")
+    parser.add_argument("--eagle3", action="store_true", help="EAGLE-3 heads guess")
     parser.add_argument("--drafts", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--turns", type=int, default=3)

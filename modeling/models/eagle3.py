@@ -9,7 +9,6 @@ its attention reads [norm(embedding); norm(f)]. Names in the files are those of 
 (`midlayer.`) or of speculators (`layers.0.`).
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -149,9 +148,9 @@ class Eagle3Heads(nn.Module):
             device=self.fc.device,
         )
 
-    def states(self, taken: Sequence[Tensor]) -> Tensor:
-        """The target's states [tokens, width] behind `layers` to f [tokens, hidden]."""
-        return F.linear(torch.cat(list(taken), dim=-1), self.fc)
+    def states(self, inner: Tensor) -> Tensor:
+        """The target's states behind `layers`, [tokens, layers * width], to f [tokens, hidden]."""
+        return F.linear(inner, self.fc)
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, states: Tensor, step: DraftStep

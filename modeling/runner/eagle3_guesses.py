@@ -25,11 +25,11 @@ from modeling.models.eagle3 import DraftStep, Eagle3Heads
 from modeling.runner.block_tables import GroupLayout, Ints
 from modeling.runner.guesses import GuessedRows, RightSamples, draw, right_samples
 from modeling.runner.input_batch import StepLayout
-from modeling.transfer import pack_to_device
+from modeling.transfer import pack_to_device, to_device
 
 
 class LayerStates:
-    """What some of a model's layers made of the last step's tokens, [tokens, width] each."""
+    """What some of a model's layers made of the last step's tokens."""
 
     def __init__(self, layers: Sequence[nn.Module], wanted: Sequence[int]) -> None:
         """wanted: numbers of layers, in the order in which `take` returns their states."""
@@ -38,10 +38,10 @@ class LayerStates:
         for index in set(wanted):
             layers[index].register_forward_hook(self._hook(index))
 
-    def take(self) -> list[Tensor]:
-        """Return them, and forget them."""
+    def take(self) -> Tensor:
+        """Return them side by side, [tokens, layers * width], and forget them."""
         found, self._found = self._found, {}
-        return [found[index] for index in self._wanted]
+        return torch.cat([found[index] for index in self._wanted], dim=-1)
 
     def _hook(self, index: int) -> Any:
         def keep(_module: nn.Module, _given: object, out: Any) -> None:
@@ -91,6 +91,11 @@ class Eagle3Drafter:
         """Pages that a row's guesses may take beyond its own."""
         return -(-(self.most - 1) // self.backend.spec.page_size)
 
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of all scratch pages."""
+        return self.rows * self.scratch * self.spec.bytes_per_page
+
     def allocate(self, num_blocks: int) -> "Eagle3Guesser":
         """Take the memory of entries of so many blocks."""
         pages = num_blocks + self.rows * self.scratch
@@ -109,40 +114,51 @@ class Eagle3Guesser:
         self._first_scratch = first_scratch
 
     def follow(
-        self, batch: ForwardBatch, layout: StepLayout, tokens: Tensor, sampled: Tensor
+        self,
+        batch: ForwardBatch,
+        layout: StepLayout,
+        tokens: Tensor,
+        sampled: Tensor,
+        kept: Tensor | None,
     ) -> GuessedRows | None:
         """Make the entries of a step's tokens, and guess where the batch wants it.
 
-        tokens: the token buffer, with the step's samples. sampled: int64 [s].
+        tokens: the token buffer, with the step's samples. sampled: int64 [s]. kept: what a replay
+        has kept of the layers' states, [s, layers * width]; None: they are taken.
         """
-        g = self._entries(layout, tokens)
+        g = self._entries(layout, tokens, kept)
         if not batch.guesses or not len(layout.targets):
             return None
         count = min(batch.guesses, self._drafter.most)
         right = right_samples(count, batch.rows, layout, sampled)
         # The lengths of rows must be known here, to plan their attention.
         at = layout.last_tokens[right.at.cpu().numpy()]
-        found = self._chain(count, right, layout, at, g[torch.from_numpy(at).to(g.device)])
+        found = self._chain(count, right, layout, at, g[to_device(at, g.device)])
         return GuessedRows(found, right.rows)
 
-    def _entries(self, layout: StepLayout, tokens: Tensor) -> Tensor:
+    def _entries(self, layout: StepLayout, tokens: Tensor, kept: Tensor | None) -> Tensor:
         """Write the entries of all tokens and return g, [tokens, hidden]."""
         group = self._own_pages(layout.groups[0])
         lengths = np.diff(group.bounds).tolist(), group.key_lengths.tolist()
-        behind, positions, slots, bounds, tables = pack_to_device(
+        behind, positions, slots, bounds, tables, samples = pack_to_device(
             [
                 layout.ids_at + 1,
                 layout.positions,
                 group.slots,
                 group.bounds.astype(np.int32),
                 group.tables,
+                layout.last_tokens,
             ],
             tokens.device,
         )
         plan = self._backend.prepare(*lengths, tables)
         step = DraftStep(self._cache, slots, bounds, tables, plan)
-        states = self._heads.states(self._drafter.states.take())
-        out: Tensor = self._heads(tokens[behind], positions, states, step)
+        if kept is None:
+            inner = self._drafter.states.take()
+        else:
+            # Each token of a replay samples, in the order of the plan.
+            inner = torch.empty_like(kept).index_copy_(0, samples, kept)
+        out: Tensor = self._heads(tokens[behind], positions, self._heads.states(inner), step)
         return out
 
     def _chain(

@@ -1,6 +1,6 @@
 """A paged model over one cache: from a step's tensors to logits or hidden states."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -44,6 +44,17 @@ class PagedForward:
         """Return the logits, and what the head read for them, [sampling rows, width]."""
         states = self.hidden(tensors, attention, adapters)[tensors.last_tokens]
         return self.model.head(states, adapters), states
+
+    def logits_and_inner(
+        self,
+        states: Callable[[], Tensor],
+        tensors: StepTensors,
+        attention: StepPlans,
+        adapters: AdapterData | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the logits, and what `states` has of inner layers, [sampling rows, any]."""
+        logits = self.logits(tensors, attention, adapters)
+        return logits, states()[tensors.last_tokens]
 
     def logits_alone(
         self, tensors: StepTensors, attention: StepPlans, adapters: AdapterData | None

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from configs.adapters import AdaptersConfig
-from configs.engine import EngineConfig
+from configs.engine import AttentionKind, EngineConfig
 from modeling.adapters.bank import AdapterBank, copy_bytes, linear_bytes, page_bytes
 from modeling.adapters.kernels.select import select_kernel
 from modeling.adapters.linear import base_linears
@@ -126,7 +126,9 @@ def _drafter(
             "engine.speculation.kind to medusa or prompt_lookup"
         )
     spec = heads.attention_spec(first.spec.page_size, model.dtype)
-    backend = select_attention(config.attention, spec).backend
+    # Its decode rows are planned in each step, which costs least with our own kernels.
+    wanted = AttentionKind.AUTO if model.device.type == "cpu" else AttentionKind.TRITON
+    backend = select_attention(wanted, spec).backend
     rows, most = config.limits.max_running, config.speculation.max_tokens
     return Eagle3Drafter.of(heads, model.decoder_layers, cache, backend, rows, most)
 
@@ -159,6 +161,8 @@ class LoadedPaged(LoadedRunner):
         with on_device(parts.device):
             # Free memory is read last: the two measurements have freed what they took by then.
             taken = self._step_peak() + self._graph_bytes()
+            if parts.drafter is not None:
+                taken += parts.drafter.scratch_bytes
             try:
                 return cuda_blocks(config, device_memory(parts.device), taken, block_bytes)
             except NoCacheRoomError as error:
@@ -210,7 +214,7 @@ class LoadedPaged(LoadedRunner):
             ),
             clamp_watch=ClampWatch(cache),
             clock=StepClock(parts.device),
-            drafts=parts.drafter.allocate(num_blocks) if parts.drafter else None,
+            drafts=parts.drafter.allocate(num_blocks + dummies) if parts.drafter else None,
         )
 
     def _step_peak(self) -> int:
@@ -236,7 +240,9 @@ class LoadedPaged(LoadedRunner):
             backend.graph_words(1, group.blocks(1)) is not None
             for backend, group in zip(self.parts.backends, groups, strict=True)
         )
-        return graph_sizes_of(config, has_form, bool(self._checking()))
+        found = graph_sizes_of(config, has_form, bool(self._checking()))
+        # Graph pieces keep no states of inner layers.
+        return found if self.parts.drafter is None else replace(found, mixed=())
 
     def _checking(self) -> tuple[AttentionBackend, ...]:
         """Return the attention of captured steps that check drafts; () where one has none."""
@@ -260,10 +266,10 @@ class LoadedPaged(LoadedRunner):
 
     def _capture(self, buffers: StepBuffers, sizes: GraphSizes, dummy_block: int) -> StepGraphs:
         model = self.parts.weights.model
-        forward, has_heads = buffers.forward, self.parts.heads is not None
+        forward, width = self.parts.graph_forward(buffers.forward)
         parts = GraphParts(
-            forward=forward.logits_and_states if has_heads else forward.logits_alone,
-            width=model.width if has_heads else 0,
+            forward=forward,
+            width=width,
             backends=self.parts.backends,
             state=buffers.input_batch,
             dummy_block=dummy_block,
@@ -273,7 +279,7 @@ class LoadedPaged(LoadedRunner):
             has_experts=self._captures_experts(),
         )
         checking = self._checking() if sizes.checked else ()
-        return capture(parts, sizes, self.parts.device, forward.hidden, checking)
+        return capture(parts, sizes, self.parts.device, buffers.forward.hidden, checking)
 
     def _captures_experts(self) -> bool:
         """Return whether captured steps have adapters of experts."""

@@ -27,6 +27,7 @@ from modeling.models.medusa import MedusaHeads
 from modeling.runner.block_tables import Ints
 from modeling.runner.cache import Choices
 from modeling.runner.captures import StepGraphs
+from modeling.runner.cuda_graphs import HeadForward
 from modeling.runner.eagle3_guesses import Eagle3Drafter, Eagle3Guesser
 from modeling.runner.forward import PagedForward, StepPlans, prepare
 from modeling.runner.guesses import GuessedRows, Guesser, guess
@@ -72,6 +73,15 @@ class PagedParts(RunnerParts):
         """Bytes of one cache block, with EAGLE-3's entries of its tokens."""
         own = 0 if self.drafter is None else self.drafter.spec.bytes_per_page
         return self.cache.bytes_per_block + own
+
+    def graph_forward(self, forward: PagedForward) -> tuple[HeadForward, int]:
+        """Return what captured steps compute, and the width of the states that they keep."""
+        if self.drafter is not None:
+            width = self.drafter.heads.fc.shape[1]
+            return partial(forward.logits_and_inner, self.drafter.states.take), width
+        if self.heads is not None:
+            return forward.logits_and_states, self.weights.model.width
+        return forward.logits_alone, 0
 
     @property
     def draft_heads(self) -> int | None:
@@ -154,7 +164,11 @@ class ModelRunner(BaseRunner):
                     sampled, scores, hidden = self._compute(layout, guessing)
                 else:
                     sampled, hidden = found
-                guessed = self._guess(batch, layout, hidden, sampled)
+                if self._drafts is not None:
+                    kept, tokens = None if found is None else hidden, self._input_batch.tokens
+                    guessed = self._drafts.follow(batch, layout, tokens, sampled.tokens, kept)
+                else:
+                    guessed = self._guess(batch, layout, hidden, sampled)
             captured = self.num_captured > before
             self._clamp_watch.stepped()
             faults = self._grammars.take_faults([row.batch_slot for row in batch.rows])
@@ -230,9 +244,6 @@ class ModelRunner(BaseRunner):
         self, batch: ForwardBatch, layout: StepLayout, hidden: Tensor | None, sampled: SampledStep
     ) -> GuessedRows | None:
         """Guess behind the step's samples; hidden: what the head read for them."""
-        if self._drafts is not None:
-            tokens = self._input_batch.tokens
-            return self._drafts.follow(batch, layout, tokens, sampled.tokens)
         guesser = self._guesser
         if guesser is None or hidden is None or not batch.guesses:
             return None

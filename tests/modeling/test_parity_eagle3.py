@@ -33,6 +33,7 @@ from tests.checkpoints import (
 from tests.checkpoints_generic import write_generic
 from tests.checkpoints_others import write_gpt2
 from tests.modeling.parity import engine_config
+from tests.modeling.runner.test_cuda_graphs import capture_on_cpu
 from tests.modeling.scheduled import generate_scheduled
 from tests.modeling.stepping import Answer
 from tests.modeling.test_parity_medusa import WatchedRanks, guessed
@@ -57,12 +58,19 @@ def answers(
     adapters: Sequence[Path],
     num_drafts: int,
     lost_at: int | None,
+    captured: bool,
     group: TensorParallel,
 ) -> tuple[list[Answer], WatchedRanks]:
     """What all requests get, and the ranks that it was generated on."""
 
     def start() -> ModelRunner:
-        return load_paged(config, group, CPU).allocate()
+        runner = load_paged(config, group, CPU).allocate()
+        if captured:
+            runner._decode_graphs, *checked = [
+                capture_on_cpu(runner, queries=queries) for queries in (1, 3, 5)
+            ]
+            runner._checked_graphs = tuple(checked)
+        return runner
 
     run = WatchedRanks(start, adapters, 7, group, num_drafts)
     return generate_scheduled(run, REQUESTS, lost_at), run
@@ -113,7 +121,8 @@ def test_heads_guess_as_in_plain_torch_and_change_no_token(
 ) -> None:
     """Greedy and sampled, over adapters and without, in chunks, with a prefix of others.
 
-    tokens: those that can be guessed. layers: behind which states are read.
+    tokens: those that can be guessed. layers: behind which states are read. lost_at: in the middle
+    of replays the ranks are lost.
     """
     monkeypatch.setattr(speculation, "MARGIN", 0.0)
     compare(tmp_path, name, ranks, tokens, speculators, layers, lost_at)
@@ -128,25 +137,61 @@ def compare(
     layers: tuple[int, ...],
     lost_at: int | None,
 ) -> None:
+    """Compare the answers of all ranks; the last three as in `Trained`."""
+    model, adapters = write_all(name, folder)
+    [(plain, _)] = run_in_memory(
+        1, partial(answers, engine_config(model), adapters, 0, None, False)
+    )
+    trained = Trained(folder, model, adapters, plain, tokens, speculators, layers)
+    captured = lost_at is not None
+    own = partial(answers, trained.config, adapters, NUM_DRAFTS, lost_at, captured)
+    for made, run in run_ranks(ranks, own):
+        assert (run.runner.num_captured > 5) == captured
+        trained.check(made, run)
+
+
+def write_all(name: str, folder: Path) -> tuple[Path, list[Path]]:
+    """Write a target and two adapters."""
     model = write_target(name, folder / "model")
-    adapters = [write_adapter(folder / f"a{i}", model, each) for i, each in enumerate(RECIPES)]
-    [(plain, _)] = run_in_memory(1, partial(answers, engine_config(model), adapters, 0, None))
-    texts = [[*r.prompt, *a.tokens] for r, a in zip(REQUESTS, plain, strict=True)]
-    folders = [adapters[each.slot] if each.slot >= 0 else None for each in REQUESTS]
-    states = [
-        inner_states(model, own, text, layers) for own, text in zip(folders, texts, strict=True)
-    ]
-    torch.manual_seed(4)
-    heads = eagle3.Heads(embedding_of(model), tokens and sorted(tokens), speculators)
-    heads.train_on(list(zip(states, texts, strict=True)))
-    ids: dict[str, Any] = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": layers}}
-    if speculators:
-        ids = {"eagle_aux_hidden_state_layer_ids": [each + 1 for each in layers]}
-    elif layers == (1, 2, 2):
-        ids = {}
-    config = with_heads(model, heads.write(folder / "heads", speculators, **ids))
-    for made, run in run_ranks(ranks, partial(answers, config, adapters, NUM_DRAFTS, lost_at)):
-        assert [one.tokens for one in made] == [one.tokens for one in plain]
+    return model, [write_adapter(folder / f"a{i}", model, each) for i, each in enumerate(RECIPES)]
+
+
+class Trained:
+    """Heads that were trained on answers, and what they should guess.
+
+    plain: the answers. tokens: those that can be guessed. layers: behind which states are read.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        model: Path,
+        adapters: Sequence[Path],
+        plain: list[Answer],
+        tokens: list[int] | None,
+        speculators: bool,
+        layers: tuple[int, ...],
+    ) -> None:
+        self._plain = plain
+        self._texts = [[*r.prompt, *a.tokens] for r, a in zip(REQUESTS, plain, strict=True)]
+        folders = [adapters[each.slot] if each.slot >= 0 else None for each in REQUESTS]
+        self._states = [
+            inner_states(model, own, text, layers)
+            for own, text in zip(folders, self._texts, strict=True)
+        ]
+        torch.manual_seed(4)
+        self._heads = eagle3.Heads(embedding_of(model), tokens and sorted(tokens), speculators)
+        self._heads.train_on(list(zip(self._states, self._texts, strict=True)))
+        ids: dict[str, Any] = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": layers}}
+        if speculators:
+            ids = {"eagle_aux_hidden_state_layer_ids": [each + 1 for each in layers]}
+        elif layers == (1, 2, 2):
+            ids = {}
+        self.config = with_heads(model, self._heads.write(folder / "heads", speculators, **ids))
+
+    def check(self, made: list[Answer], run: WatchedRanks) -> None:
+        """Assert that tokens are as without heads, and drafts what plain torch guesses."""
+        assert [one.tokens for one in made] == [one.tokens for one in self._plain]
         assert len(run.drafted) >= 20
         for index, at, drafts in run.drafted:
 
@@ -154,8 +199,8 @@ def compare(
                 return guessed(logits[None], REQUESTS[index].sampling, position)[0]
 
             # The state two positions before chose the token before the draft.
-            text, own = texts[index], states[index]
-            expected, _ = heads.chain(text, own, at - 2, len(drafts), pick)
+            text, own = self._texts[index], self._states[index]
+            expected, _ = self._heads.chain(text, own, at - 2, len(drafts), pick)
             assert list(drafts) == expected, f"guesses differ: request {index} at {at}"
         skipped = [len(run.ended["r", index].skipped) for index in range(len(REQUESTS))]
         assert sum(skipped) >= NUM_TOKENS, skipped
@@ -181,7 +226,7 @@ def test_faults_on_purpose_are_noticed(
         )
     else:
         take = eagle3_guesses.LayerStates.take
-        monkeypatch.setattr(eagle3_guesses.LayerStates, "take", lambda self: take(self)[::-1])
+        monkeypatch.setattr(eagle3_guesses.LayerStates, "take", lambda self: take(self).flip(1))
     with pytest.raises(AssertionError, match="guesses differ"):
         compare(tmp_path, "llama", 1, MOST, False, (1, 2, 3), None)
 

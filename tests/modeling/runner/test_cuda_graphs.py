@@ -339,10 +339,11 @@ def capture_on_cpu(
     """
     page = runner.report.num_blocks
     runner._forward.cache[:] = allocate_blocks(runner._parts.cache, page + 1, CPU)
-    model, has_heads = runner._forward.model, runner._parts.heads is not None
+    model = runner._forward.model
+    forward, width = runner._parts.graph_forward(runner._forward)
     parts = GraphParts(
-        forward=runner._forward.logits_and_states if has_heads else runner._forward.logits_alone,
-        width=model.width if has_heads else 0,
+        forward=forward,
+        width=width,
         backends=[CapturedSdpa(backend.spec) for backend in runner._backends],
         state=runner._input_batch,
         dummy_block=page,

@@ -1,0 +1,63 @@
+"""EAGLE-3 heads on a GPU: in float32 they change no token, whether steps are captured or launched,
+and guess what heads in plain torch do."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from configs.engine import AttentionKind, CudaGraphs, Device, EngineConfig
+from modeling.runner import loading
+from modeling.runner.load_paged import load_paged
+from modeling.runner.loading import pick_device
+from scheduler import speculation
+from sharding.group import SingleRank
+from tests.checkpoints import AdapterRecipe, write_adapter, write_llama
+from tests.modeling import scheduled
+from tests.modeling.parity import engine_config
+from tests.modeling.runner.test_graphs_cuda import WIDE
+from tests.modeling.scheduled import generate_scheduled
+from tests.modeling.stepping import Answer
+from tests.modeling.test_parity_eagle3 import MOST, NUM_DRAFTS, Trained
+from tests.modeling.test_parity_medusa import WatchedRanks
+from tests.modeling.test_parity_speculation import REQUESTS
+from tests.modeling.test_speculation_cuda import opened
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def answers(
+    config: EngineConfig, graphs: CudaGraphs, adapters: list[Path], num_drafts: int
+) -> tuple[list[Answer], WatchedRanks]:
+    """What all requests get, and the rank that it was generated on."""
+    changes = {"device": Device.CUDA, "attention": AttentionKind.TRITON, "cuda_graphs": graphs}
+    own = config.model_copy(update=changes)
+    run = WatchedRanks(
+        lambda: load_paged(own, SingleRank(), pick_device(own.device)).allocate(),
+        adapters,
+        7,
+        None,
+        num_drafts,
+    )
+    return generate_scheduled(run, REQUESTS), run
+
+
+def test_heads_guess_as_in_plain_torch_and_change_no_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy and sampled, over adapters and without, in chunks."""
+    monkeypatch.setattr(loading, "EAGLE3_ON", ("cpu", "cuda"))
+    monkeypatch.setattr(scheduled, "capacity_of", opened)
+    monkeypatch.setattr(speculation, "MARGIN", 0.0)
+    model = write_llama(tmp_path / "model", "gqa", **{**WIDE, "num_hidden_layers": 6})
+    recipes = [AdapterRecipe(r=8, seed=2), AdapterRecipe(r=3, target_modules=("q_proj",))]
+    adapters = [write_adapter(tmp_path / f"a{i}", model, r) for i, r in enumerate(recipes)]
+    plain, _ = answers(engine_config(model), CudaGraphs.DECODE, adapters, 0)
+    trained = Trained(tmp_path, model, adapters, plain, MOST, False, (1, 2, 2))
+    for graphs in (CudaGraphs.NONE, CudaGraphs.DECODE):
+        made, run = answers(trained.config, graphs, adapters, NUM_DRAFTS)
+        assert (run.runner.num_captured > 5) == (graphs is CudaGraphs.DECODE)
+        trained.check(made, run)
