@@ -257,8 +257,10 @@ class PositionsAsLength:
         """int64 [tokens]."""
         return self._lengths
 
-    def update(self, keys: Tensor, values: Tensor, _layer: int) -> tuple[Tensor, Tensor]:
-        """Return what came in: attention stores it."""
+    def update(
+        self, keys: Tensor, values: Tensor, _layer: int, **_options: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Return what came in: attention stores it. Versions of transformers give options."""
         return keys, values
 
 
