@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import json
 import random
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -131,13 +132,16 @@ def share_in_time(measured: Measured, requests: int) -> float:
 async def search(url: str, load: Arrivals, vocabulary: int, seed: int) -> dict[str, Any]:
     """Find the highest rate at which SHARE meet the objective, beginning with the load's own.
 
+    Each rate is printed to standard error as soon as it is known.
     The row is that of this rate, or of the lowest one that was tried; tried: rate and share of all.
     """
     rows: list[dict[str, Any]] = []
     low, high, rate = 0.0, 0.0, load.rate
     for number in range(load.tries):
         rows.append(await run(url, replace(load, rate=rate), vocabulary, seed + number))
-        if rows[-1]["slo_share"] >= SHARE:
+        share = rows[-1]["slo_share"]
+        print(f"{rate:g} requests/s: {share:.1%} in time", file=sys.stderr, flush=True)
+        if share >= SHARE:
             low = rate
         else:
             high = rate

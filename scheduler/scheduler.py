@@ -22,7 +22,6 @@ from scheduler.admission.limits import (
     DrainRate,
     InvalidRequest,
     Limits,
-    Overloaded,
     refuse_impossible,
     too_large_now,
 )
@@ -89,8 +88,9 @@ class Scheduler:
         refuse_impossible(request, self._limits, self._capacity)
         limit = self._limits.max_queued + max(self._limits.max_running - self._running.num_held, 0)
         if not request.resumed and self._isolation.is_full(request.adapter, limit):
-            retry_after_s = self._drain_rate.retry_after_s(len(self._isolation))
-            raise Overloaded(len(self._isolation), retry_after_s)
+            raise self._drain_rate.overload(len(self._isolation))
+        if not self._requests:
+            self._drain_rate.begin(now)
         request.serial = next(self._serials) + request.background * FIRST_BACKGROUND
         self._requests[request.id] = request
         self._admission.register(request)

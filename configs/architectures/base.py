@@ -1,6 +1,6 @@
 """What every architecture says, whatever its family, and how a config.json is read."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from typing import Any, Literal, Self
 
@@ -154,6 +154,15 @@ _ANYWHERE: dict[str, tuple[Any, ...]] = {
     "transformers_weights": (None,),
 }
 """Keys that transformers reads in any model's config, and the values that change nothing."""
+
+
+def refuse_window_of_one(windows: Iterable[int | None]) -> None:
+    """Refuse layers of which transformers' cache and masks say different things."""
+    if 1 in windows:
+        raise ArchitectureError(
+            "sliding_window (1) is not supported: in transformers a prompt's tokens see themselves "
+            "alone, and generated ones all before them; remove it from config.json"
+        )
 
 
 def refuse_unserved(name: str, config: Mapping[str, Any], length: int | None) -> None:

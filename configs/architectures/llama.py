@@ -17,6 +17,7 @@ from configs.architectures.base import (
     activation,
     checkpoint_dtype,
     refuse_unserved,
+    refuse_window_of_one,
     required,
     token_ids,
 )
@@ -193,6 +194,8 @@ def parse(name: str, config: Mapping[str, Any]) -> Architecture:
     given = {**_DEFAULTS, **member.defaults, **config}
     _refuse_unsupported(name, given)
     known = {key: given[key] for key in given if key not in _OWN or key in member.honours}
+    windows = _windows(name, known)
+    refuse_window_of_one(windows)
     heads = required(known, "num_attention_heads")
     head_dim = known.get("head_dim") or required(known, "hidden_size") // heads
     return Architecture(
@@ -207,7 +210,7 @@ def parse(name: str, config: Mapping[str, Any]) -> Architecture:
         rms_norm_eps=known["rms_norm_eps"],
         hidden_act=activation(known["hidden_act"]),
         rope=_rope(member, known),
-        windows=_windows(name, known),
+        windows=windows,
         max_position_embeddings=known["max_position_embeddings"],
         tie_word_embeddings=known.get("tie_word_embeddings", False),
         bos_token_id=known["bos_token_id"],

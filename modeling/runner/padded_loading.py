@@ -23,7 +23,7 @@ from transformers import (
 )
 from transformers.utils.import_utils import is_accelerate_available, is_bitsandbytes_available
 
-from configs.architectures.base import ArchitectureError
+from configs.architectures.base import ArchitectureError, refuse_window_of_one
 from configs.architectures.padded import PaddedArchitecture
 from configs.architectures.select import load_padded
 from configs.model import DType, LoadFormat, ModelConfig, Quantize
@@ -180,6 +180,7 @@ def _forgotten_window(config: PretrainedConfig, model: PreTrainedModel) -> int |
     """The window of `generate`'s cache, where the model's code makes no masks of windows."""
     layers: list[Any] = DynamicCache(config=config).layers
     windows = [layer.sliding_window for layer in layers if hasattr(layer, "sliding_window")]
+    refuse_window_of_one(windows)
     code = vars(sys.modules[type(model).__module__])
     makes_masks = any("sliding_window" in name or "chunked" in name for name in code)
     return min(windows) if windows and not makes_masks else None

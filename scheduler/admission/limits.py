@@ -13,6 +13,9 @@ from scheduler.request import Request
 SHORTEST_RETRY_S = 1.0
 LONGEST_RETRY_S = 60.0
 
+KEPT = 0.998
+"""What an ended request counts for when the next one has ended."""
+
 
 class InvalidRequest(ValueError):
     """A request that these limits can never serve; the message says which and what to do."""
@@ -135,20 +138,24 @@ def too_large_now(requests: Iterable[Request], capacity: Capacity) -> dict[Reque
 
 
 class DrainRate:
-    """How fast requests end, so that clients learn when to try again."""
+    """How fast requests end while there are any, so that clients learn when to try again."""
 
     def __init__(self) -> None:
-        self._interval_s = 0.0
-        self._last: float | None = None
+        self._seconds = self._ended = self._last = 0.0
+
+    def begin(self, now: float) -> None:
+        """The first request came at `now`, in seconds; the time without any counts for nothing."""
+        self._last = now
 
     def record(self, count: int, now: float) -> None:
         """`count` requests ended at `now`, in seconds."""
-        if self._last is not None:
-            interval = max(now - self._last, 0.0) / count
-            self._interval_s += 0.1 * (interval - self._interval_s)
+        # By requests, not by records: those of equal length end in waves.
+        kept = KEPT**count
+        self._seconds = self._seconds * kept + max(now - self._last, 0.0)
+        self._ended = self._ended * kept + count
         self._last = now
 
-    def retry_after_s(self, num_waiting: int) -> float:
-        """Seconds until about half of those waiting have ended, between 1 and 60."""
-        estimate = self._interval_s * num_waiting / 2
-        return min(max(estimate, SHORTEST_RETRY_S), LONGEST_RETRY_S)
+    def overload(self, num_waiting: int) -> Overloaded:
+        """Return the refusal of one more; half of the others have ended by its time, 1 to 60 s."""
+        estimate = self._seconds / max(self._ended, 1.0) * num_waiting / 2
+        return Overloaded(num_waiting, min(max(estimate, SHORTEST_RETRY_S), LONGEST_RETRY_S))

@@ -157,6 +157,9 @@ def test_mistral_has_one_window_for_all_layers() -> None:
     assert windows(layer_types=None, sliding_window=7, use_sliding_window=False) == {7}
     with pytest.raises(ArchitectureError, match="layer_types"):
         windows(layer_types=["sliding_attention"] * 32, sliding_window=None)
+    assert windows(layer_types=["full_attention"] * 32, sliding_window=1) == {None}
+    with pytest.raises(ArchitectureError, match=r"sliding_window \(1\) is not"):
+        windows(sliding_window=1)
 
 
 QWEN2: dict[str, Any] = {"architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": 3}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionMaskInterface, DynamicCache
 
-from configs.architectures.base import ArchitectureError
+from configs.architectures.base import ArchitectureError, refuse_window_of_one
 from modeling.models.base import AttentionLayer
 
 MARKED = "loray_marked"
@@ -52,11 +52,7 @@ def check_windows(config: Any, layers: Sequence[AttentionLayer], longest: int) -
         window = getattr(kept, "sliding_window", None)
         if window is None or window >= longest or layer.chunk is not None:
             continue
-        if window == 1:
-            raise ArchitectureError(
-                "sliding_window (1): the cache of transformers forgets nothing then, and its "
-                "attention sees all of it: remove it from config.json"
-            )
+        refuse_window_of_one([window])
         if layer.window is None or layer.window > window:
             raise ArchitectureError(
                 f"sliding_window ({window}): attention of {type(config).__name__} does not read "

@@ -253,6 +253,12 @@ def test_no_sequence_is_longer_than_its_own_answer_holds(
     assert why in caplog.text
 
 
+def test_a_window_of_one_is_refused(tmp_path: Path) -> None:
+    folder = write_dummy(tmp_path, "mistral", sliding_window=1)
+    with pytest.raises(ArchitectureError, match=r"sliding_window \(1\) is not"):
+        load(folder, load_format=LoadFormat.DUMMY)
+
+
 def test_missing_weights_are_named_not_made_up(gptj: Path) -> None:
     path = gptj / "model.safetensors"
     tensors = load_file(path)

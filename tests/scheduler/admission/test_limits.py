@@ -77,8 +77,19 @@ def test_overload_says_when_to_try_again() -> None:
 
 def test_the_pace_follows_how_fast_requests_leave() -> None:
     pace = DrainRate()
-    assert pace.retry_after_s(1000) == 1.0
-    for second in range(100):
+    assert pace.overload(1000).retry_after_s == 1.0
+    for second in range(1, 101):
         pace.record(2, float(second))
-    assert pace.retry_after_s(40) == pytest.approx(10.0, rel=0.01)
-    assert pace.retry_after_s(10_000) == 60.0
+    assert pace.overload(40).retry_after_s == pytest.approx(10.0, rel=0.01)
+    assert pace.overload(10_000).retry_after_s == 60.0
+
+
+def test_the_pace_knows_waves_and_forgets_idle_hours() -> None:
+    """64 requests that end together, every 5 seconds, are 78 ms each."""
+    pace = DrainRate()
+    for hour in (1, 2):
+        pace.begin(3600.0 * hour)
+        for wave in range(1, 9):
+            for step, count in enumerate((1, 20, 40, 3)):
+                pace.record(count, 3600.0 * hour + 5.0 * wave + 0.01 * step)
+    assert pace.overload(256).retry_after_s == pytest.approx(256 / 2 * 5 / 64, rel=0.3)
