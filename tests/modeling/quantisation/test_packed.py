@@ -49,6 +49,7 @@ def test_numbers_are_the_packages_own(name: str) -> None:
             part = LinearPart(module.removesuffix(".weight"), shape, rows, columns)
             found = read(folder, part)
             assert isinstance(found, IntegerWeight)
+            assert (found.zeros is None) == (name == "gptq"), "symmetric"
             wanted = torch.cat([numbers[a:b] for a, b in rows])
             wanted = torch.cat([wanted[:, a:b] for a, b in columns], dim=1)
             assert torch.equal(found[:], wanted)
