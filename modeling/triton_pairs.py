@@ -1,4 +1,4 @@
-"""Adapters of experts in Triton, for steps of few tokens: every pair for itself.
+"""Adapters of experts in Triton: every pair of a token and an expert for itself.
 
     s[p, r]     = sum_i x[p, i] A[page(p, r), first + e(p), r % 8, i]
     y[p, o + j] += sum_r s[p, r] Bt[page(p, r), first + e(p), r % 8, j]
@@ -176,7 +176,7 @@ _SHRINK, _EXPAND = Launcher(_shrink), Launcher(_expand)
 
 @dataclass(frozen=True)
 class PairDeltas:
-    """A captured step's adapters of experts, where kernels find them.
+    """A step's adapters of experts, where kernels find them.
 
     slots: int32 [tokens], each token's adapter slot; -1: the base model's.
     table: int32 [slots, projections, pages], an adapter's pages; -1 behind its last one.
@@ -261,7 +261,7 @@ class PairDeltas:
 
 @dataclass(frozen=True)
 class LayerDeltas:
-    """A captured step's adapters of one layer's experts.
+    """A step's adapters of one layer's experts.
 
     up: the projections of gate and up. down: that of down. first: the layer's first expert, counted
     over all layers.

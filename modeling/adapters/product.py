@@ -90,7 +90,7 @@ class NormAdapters(Protocol):
 
 
 class ExpertDeltas(Protocol):
-    """A captured step's adapters of experts; kernels of products read more of them."""
+    """A step's adapters of experts, multiplied by kernels; those of products read more of them."""
 
     def add(
         self,
@@ -113,11 +113,11 @@ class ExpertDeltas(Protocol):
 
 @runtime_checkable
 class ExpertAdapters(Protocol):
-    """What a captured step's adapters do to experts."""
+    """What a step's adapters do to experts, where kernels multiply them."""
 
     @property
     def expert_deltas(self) -> ExpertDeltas | None:
-        """None where the step is of adapters without factors of experts."""
+        """None where no adapter has factors of experts, or no kernel multiplies them."""
         ...
 
 

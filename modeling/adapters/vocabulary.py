@@ -24,6 +24,8 @@ from modeling.adapters.bank import PAGE_ROWS, AdapterBank
 from modeling.adapters.product import (
     AdapterData,
     EndAdapters,
+    ExpertAdapters,
+    ExpertDeltas,
     OutputSlice,
     TokenAdapters,
     TokenGroup,
@@ -132,6 +134,12 @@ class VocabularyAdapters:
         self._num_logits = len(logit_slots)
         self.routed = _routed_groups(bank, token_slots)
         self._whole_linears = WholeLinears(bank, token_slots)
+
+    @property
+    def expert_deltas(self) -> ExpertDeltas | None:
+        """The kernels' adapters of experts; see `ExpertAdapters`."""
+        layers = self._layers
+        return layers.expert_deltas if isinstance(layers, ExpertAdapters) else None
 
     def has_product(
         self, x: Tensor, weight: LinearWeight, targets: tuple[OutputSlice, ...]

@@ -40,7 +40,7 @@ class PagedModel(Protocol):
     projections: the linear maps that adapters may change; OutputSlice names one by its index.
     attention_layers: one for each layer that attends.
     capturable: whether its steps can be CUDA graphs.
-    captures_experts: whether those can have adapters of experts.
+    has_expert_kernels: whether kernels can multiply adapters of its experts on a GPU.
     width: of what the head reads.
     score: its classification head [labels, width]; None where it has none.
     unread: regular expressions of whole names that a checkpoint may hold and the model does
@@ -54,7 +54,7 @@ class PagedModel(Protocol):
     device: torch.device
     unread: tuple[str, ...]
     capturable: bool
-    captures_experts: bool
+    has_expert_kernels: bool
     width: int
     score: Tensor | None
 

@@ -64,7 +64,7 @@ class PagedBase(nn.Module):
     """A decoder's sizes, its head, the adapters of both ends, and the engine's interface."""
 
     capturable = True
-    captures_experts = False
+    has_expert_kernels = False
     score: Tensor | None
 
     def __init__(self, config: ModelArchitecture, weights: Weights, outline: ModelOutline) -> None:

@@ -261,7 +261,7 @@ class LoadedPaged(LoadedRunner):
         _record_all(captured)
         taken = before - device_memory(self.parts.device).free
         del captured
-        kinds = 1 if self.parts.adapter_plan is None else 2 + self._captures_experts()
+        kinds = 1 if self.parts.adapter_plan is None else 2 + self.parts.has_expert_kernels
         return max(0, taken) + kinds * sizes.others_bytes(self.parts.weights.model.num_layers)
 
     def _capture(self, buffers: StepBuffers, sizes: GraphSizes, dummy_block: int) -> StepGraphs:
@@ -276,17 +276,10 @@ class LoadedPaged(LoadedRunner):
             vocab_size=model.vocab_size,
             dtype=model.dtype,
             adapters=self.parts.adapter_plan,
-            has_experts=self._captures_experts(),
+            has_experts=self.parts.has_expert_kernels,
         )
         checking = self._checking() if sizes.checked else ()
         return capture(parts, sizes, self.parts.device, buffers.forward.hidden, checking)
-
-    def _captures_experts(self) -> bool:
-        """Return whether captured steps have adapters of experts."""
-        parts = self.parts
-        kinds = {projection.kind for projection in parts.bank.projections}
-        has_any = parts.adapter_plan is not None and ProjectionKind.EXPERTS in kinds
-        return has_any and parts.weights.model.captures_experts
 
     def _warm_up(self, runner: ModelRunner, dummy_block: int) -> None:
         """Run steps for every kernel, all of them in the dummy block."""

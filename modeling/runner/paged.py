@@ -64,6 +64,13 @@ class PagedParts(RunnerParts):
     drafter: Eagle3Drafter | None = None
 
     @property
+    def has_expert_kernels(self) -> bool:
+        """Whether kernels multiply adapters of experts, in captured steps and in others."""
+        kinds = {projection.kind for projection in self.bank.projections}
+        has_any = self.adapter_plan is not None and ProjectionKind.EXPERTS in kinds
+        return has_any and self.weights.model.has_expert_kernels
+
+    @property
     def backends(self) -> tuple[AttentionBackend, ...]:
         """The attention of each KV group."""
         return tuple(choice.backend for choice in self.attention)
@@ -289,7 +296,9 @@ class ModelRunner(BaseRunner):
         if self._adapter_plan is None:
             return self._kernel.batch(self._bank, slots, lengths)
         tiles = self._adapter_plan.update(slots, lengths)
-        return self._adapter_plan.batch(sum(lengths), tiles)
+        has_experts = self._bank.changes(slots, (ProjectionKind.EXPERTS,))
+        by_kernels = has_experts and self._parts.has_expert_kernels
+        return self._adapter_plan.batch(sum(lengths), tiles, by_kernels)
 
     def _with_vocabulary(
         self, adapters: AdapterData | None, layout: StepLayout

@@ -26,7 +26,8 @@ class AdapterStepPlan(Protocol):
     ) -> AdapterData:
         """Return the data of steps of so many tokens; num_tiles: `update`'s, None to capture any.
 
-        has_experts: whether to capture steps of which some adapter has factors of experts.
+        has_experts: whether some adapter of the steps has factors of experts, and kernels are to
+        multiply them.
         """
         ...
 

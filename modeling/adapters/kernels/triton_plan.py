@@ -16,7 +16,9 @@ class TritonPlan(TritonBuffers):
     ) -> TritonBatch:
         """Return the data of steps of so many tokens; see `AdapterStepPlan`."""
         if num_tiles is not None:
-            return TritonBatch(self, num_tokens, num_tiles)
+            launched = TritonBatch(self, num_tokens, num_tiles)
+            launched.expert_deltas = self._expert_deltas(num_tokens) if has_experts else None
+            return launched
         kind = TritonBatch if self.bank.embedding is None else TritonEnds
         if kind is TritonBatch and self.bank.token_rows is not None:
             kind = TritonRows
@@ -24,10 +26,12 @@ class TritonPlan(TritonBuffers):
         if self.bank.norms is not None:
             captured.norm_pages = self.norm_pages[:num_tokens]
         if has_experts:
-            slots, pools = self.slots[:num_tokens], self.bank.pools
-            parts = tuple((pool.a, pool.bt) for pool in pools)
-            captured.expert_deltas = PairDeltas(slots, self.bank.page_table, parts)
+            captured.expert_deltas = self._expert_deltas(num_tokens)
         return captured
+
+    def _expert_deltas(self, num_tokens: int) -> PairDeltas:
+        pools = tuple((pool.a, pool.bt) for pool in self.bank.pools)
+        return PairDeltas(self.slots[:num_tokens], self.bank.page_table, pools)
 
 
 def triton_batch(bank: AdapterBank, slots: Sequence[int], lengths: Sequence[int]) -> TritonBatch:

@@ -26,8 +26,8 @@ from sharding.linear_weight import LinearWeight
 class TritonBatch:
     """The adapters of one step of `num_tokens` tokens, as the plan's buffers describe it.
 
-    norm_pages, expert_deltas: see `NormAdapters` and `ExpertAdapters`; None for a step that is not
-    captured.
+    norm_pages: see `NormAdapters`; None for a step that is not captured. expert_deltas: see
+    `ExpertAdapters`.
     """
 
     norm_pages: Tensor | None = None

@@ -50,8 +50,9 @@ ON_GPUS = frozenset(
 )  # fmt: skip
 """Types that take adapters of experts and routers on a GPU, where they were compared."""
 
-CAPTURED = False
-"""Whether captured steps have adapters of experts: no GPU has compared those kernels yet."""
+DELTAS_BY_KERNELS = False
+"""Whether kernels multiply adapters of experts on GPUs, in captured steps and in others: no GPU has
+compared them yet."""
 
 
 @dataclass(frozen=True)
@@ -141,9 +142,9 @@ class RoutedLayers:
         self.projections: tuple[Projection, ...] = tuple(made)
 
     @property
-    def are_captured(self) -> bool:
-        """Whether captured steps can have adapters of experts, once the weights were read."""
-        return CAPTURED and not any(has_stored(each.module) for each in self._experts)
+    def have_kernels(self) -> bool:
+        """Whether kernels can multiply adapters of experts, once the weights were read."""
+        return DELTAS_BY_KERNELS and not any(has_stored(each.module) for each in self._experts)
 
     def leave_stored(self, on_gpu: bool) -> None:
         """Take no adapters on a GPU where a checkpoint quantised experts: nothing compared them."""
@@ -197,7 +198,8 @@ def _experts_adapted(
     top_k_weights: Tensor,
 ) -> Tensor:
     """[tokens, hidden] to the same shape; top_k_index, top_k_weights: [tokens, experts of one]."""
-    module, groups, deltas = layer.module, step.routed, step.expert_deltas
+    module, deltas = layer.module, step.expert_deltas
+    groups = step.routed if deltas is None else ()
     first = layer.layer * len(layer.own)
     is_plain = not groups and not layer.is_spread and not has_stored(module)
     if is_plain and has_aligned_sides(module.down_proj):
@@ -246,7 +248,7 @@ def _at_once(
     deltas: ExpertDeltas,
     first: int,
 ) -> Tensor | None:
-    """Compute experts with a captured step's adapters by our kernels; None where those do not fit.
+    """Compute experts with a step's adapters by our kernels; None where those do not fit.
 
     given: hidden_states, top_k_index, top_k_weights.
     """

@@ -49,7 +49,7 @@ class FusedExperts:
         targets: Mapping[str, Sequence[int]],
         first: int,
     ) -> Tensor | None:
-        """Return the same with a captured step's adapters; None where tokens are too many.
+        """Return the same with a step's adapters; None where tokens are too many.
 
         targets: the projections of "up" and "down". first: the layer's first expert, counted over
         all layers.

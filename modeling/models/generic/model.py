@@ -89,7 +89,7 @@ class GenericForCausalLM(nn.Module):
         self.projections = (*self.projections, *routed.projections)
         self.adapts_experts_on_gpus = routed.on_gpus
         routed.install(self._step, self.device)
-        self.captures_experts = routed.are_captured
+        self.has_expert_kernels = routed.have_kernels
         stacked = [each for each in self.causal.parameters() if each.dim() == 3]
         # torch's product of groups reads their sizes on the host, but for half precision.
         is_half = weights.dtype is not torch.float32

@@ -172,7 +172,7 @@ class CurrentStep:
 
     @property
     def expert_deltas(self) -> ExpertDeltas | None:
-        """A captured step's adapters of experts."""
+        """The step's adapters of experts, where kernels multiply them."""
         data = self.adapter_data
         return data.expert_deltas if isinstance(data, ExpertAdapters) else None
 

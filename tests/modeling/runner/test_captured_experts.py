@@ -6,6 +6,7 @@ kernels, without it those of a loop over the same tables.
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from configs.adapters import AdaptersConfig
 from configs.engine import CacheConfig
 from configs.wire.sampling import Sampling
 from modeling.adapters.bank import AdapterBank
+from modeling.adapters.experts import RoutedAdapter
 from modeling.adapters.product import AdapterData, ExpertDeltas, OutputSlice
 from modeling.runner.load_paged import load_paged
 from modeling.runner.paged import ModelRunner
@@ -72,12 +74,13 @@ class LateExperts(LateAdapters):
 
     def __init__(self, bank: AdapterBank) -> None:
         super().__init__(bank)
-        self.slots = torch.full((64,), -1, dtype=torch.int32)
+        self.slots = torch.full((512,), -1, dtype=torch.int32)
 
     def update(self, slots: Sequence[int], lengths: Sequence[int]) -> int:
         own = torch.from_numpy(np.repeat(np.array(slots, dtype=np.int32), lengths))
         self.slots[: len(own)] = own
-        return super().update(slots, lengths)
+        super().update(slots, lengths)
+        return 1
 
     def batch(
         self, num_tokens: int, num_tiles: int | None = None, has_experts: bool = False
@@ -123,6 +126,14 @@ def make_runner(world: World, family: str, variant: str, names: Sequence[str]) -
     return runner
 
 
+def interpret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the kernels run by the interpreter, if it is on."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        kernels = pytest.importorskip("modeling.triton_pairs")
+        for name in ("_SHRINK", "_EXPAND"):
+            monkeypatch.setattr(kernels, name, Interpreted(getattr(kernels, name)._kernel))
+
+
 @pytest.mark.parametrize(("family", "variant", "names"), CASES)
 def test_replays_are_steps(
     world: World,
@@ -132,10 +143,7 @@ def test_replays_are_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Requests of the base and of adapters with and without factors of experts, in one batch."""
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        kernels = pytest.importorskip("modeling.triton_pairs")
-        for name in ("_SHRINK", "_EXPAND"):
-            monkeypatch.setattr(kernels, name, Interpreted(getattr(kernels, name)._kernel))
+    interpret(monkeypatch)
     runner = make_runner(world, family, variant, names)
     vocab_size = runner._forward.model.vocab_size
     asked = requests((-1, *range(len(names))), sampling=Sampling(logprobs=vocab_size))
@@ -144,6 +152,31 @@ def test_replays_are_steps(
     runner._decode_graphs = capture_on_cpu(runner, adapters=LateExperts(runner._bank))
     found = generate(runner, asked, NUM_BLOCKS, BLOCK_SIZE)
     assert runner.num_captured > 10
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.tokens == theirs.tokens
+        torch.testing.assert_close(full_logprobs(ours), full_logprobs(theirs), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(("family", "variant", "names"), CASES[1:4:2])
+def test_launched_steps_by_kernels(
+    world: World,
+    family: str,
+    variant: str,
+    names: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Prompts too, whose tokens come in pieces."""
+    interpret(monkeypatch)
+    runner = make_runner(world, family, variant, names)
+    vocab_size = runner._forward.model.vocab_size
+    asked = requests((-1, *range(len(names))), sampling=Sampling(logprobs=vocab_size))[:4]
+    expected = generate(runner, asked, NUM_BLOCKS, BLOCK_SIZE)
+    plan = LateExperts(runner._bank)
+    runner._adapter_plan = plan
+    runner._parts = replace(runner._parts, adapter_plan=plan)
+    runner._forward.model.has_expert_kernels = True
+    monkeypatch.setattr(RoutedAdapter, "add", None)
+    found = generate(runner, asked, NUM_BLOCKS, BLOCK_SIZE)
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.tokens == theirs.tokens
         torch.testing.assert_close(full_logprobs(ours), full_logprobs(theirs), rtol=0, atol=1e-4)
