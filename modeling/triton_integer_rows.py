@@ -16,6 +16,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_wait
 
+from sharding.linear_weight import OperandGroups
+
 
 @dataclass(frozen=True)
 class RowsCut:
@@ -44,12 +46,18 @@ class RowsCut:
         return warps, turn, shares
 
 
-CUTS = (RowsCut(8, 32, 8, 4), RowsCut(16, 32, 8, 2))
+CUTS = (RowsCut(8, 16, 8, 4), RowsCut(16, 16, 8, 2))
 
 
-def rows_cut(rows: int) -> RowsCut | None:
-    """Return how a product of so many tokens is cut; None where `integer_tiles` is faster."""
-    return next((cut for cut in CUTS if rows <= cut.rows), None)
+def rows_cut(rows: int, groups: OperandGroups) -> RowsCut | None:
+    """Return how a product of so many tokens is cut; None where `integer_tile` computes it.
+
+    That is faster from nine tokens on where no zero points cost it a sum of x; codes that stand for
+    other numbers were not compared here.
+    """
+    cuts = CUTS[:1] if groups.zeros is None else CUTS
+    is_plain = groups.table is None
+    return next((cut for cut in cuts if is_plain and rows <= cut.rows), None)
 
 
 def rows_options(

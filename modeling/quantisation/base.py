@@ -14,11 +14,6 @@ LEAST_CHUNK = 64
 """Inputs: a kernel's quarter of a chunk of codes of 4 bits is what tensor cores take at a time."""
 
 
-COMPARED = False
-"""Whether the kernels of 4 bits of up to 16 tokens, and those that a shrink joins, were compared on
-a GPU: nothing takes them before."""
-
-
 class QuantisedWeight(LinearWeight):
     """Weights that are made into numbers of a float type for each product: the reference.
 

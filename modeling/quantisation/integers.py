@@ -12,9 +12,13 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from modeling.quantisation.base import COMPARED, LEAST_CHUNK, QuantisedWeight
+from modeling.quantisation.base import LEAST_CHUNK, QuantisedWeight
 from modeling.quantisation.products import gpu_products
 from sharding.linear_weight import LinearWeight, OperandGroups, Operands
+
+TIMED = False
+"""Whether launches that an adapter's shrink joins were timed on a GPU: nothing takes them before.
+Their results were compared, but for codes that stand for other numbers."""
 
 
 @dataclass(frozen=True)
@@ -143,8 +147,7 @@ class IntegerWeight(QuantisedWeight):
     def joins(self, x: Tensor) -> bool:
         """Return whether a GPU has a kernel for few tokens of x."""
         is_wide = self.is_packed and 2 * self.codes.shape[2] >= LEAST_CHUNK
-        is_whole = COMPARED and self.size is not None
-        return is_wide and is_whole and gpu_products(x) is not None
+        return TIMED and is_wide and self.size is not None and gpu_products(x) is not None
 
     def operands(self, x: Tensor) -> Operands:
         """Return x in the order of the codes, and the codes."""

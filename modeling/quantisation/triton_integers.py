@@ -8,7 +8,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from modeling.quantisation.base import COMPARED
 from modeling.quantisation.triton_integer_rows import row_kernel
 from modeling.quantisation.triton_product import product_memory
 from modeling.triton_integer_rows import rows_cut, rows_options
@@ -119,7 +118,7 @@ def integer_product(operands: Operands, bias: Tensor | None, y: Tensor) -> Tenso
     x, codes, groups = operands.x, operands.weight, operands.groups
     assert groups is not None
     (rows, inputs), (chunks, outputs, _) = x.shape, codes.shape
-    found = rows_cut(rows) if COMPARED else None
+    found = rows_cut(rows, groups)
     if found is None:
         launch, cut = _launch_integers, cut_of(CUTS, rows)
         assert cut is not None, rows

@@ -100,8 +100,9 @@ def _fp8(
 def _integers(
     form: ProductForm, y: Tensor, operands: Operands, sums: Tensor, arrived: Tensor, shrink: Shrink
 ) -> None:
-    (chunks, outputs, _), rows = operands.weight.shape, len(y)
-    found = rows_cut(rows)
+    (chunks, outputs, _), rows, groups = operands.weight.shape, len(y), operands.groups
+    assert groups is not None
+    found = rows_cut(rows, groups)
     if found is None:
         kernel, cut = integer_product_kernel, cut_of(CUTS, rows)
         assert cut is not None, (rows, form)

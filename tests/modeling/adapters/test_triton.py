@@ -11,8 +11,9 @@ from torch import Tensor
 from modeling.adapters.bank import AdapterBank
 from modeling.adapters.kernels.select import select_kernel
 from modeling.adapters.product import AdapterData, OutputSlice
-from modeling.quantisation.base import COMPARED, QuantisedWeight
+from modeling.quantisation.base import QuantisedWeight
 from modeling.quantisation.fp8 import round_rows
+from modeling.quantisation.integers import TIMED
 from sharding.linear_weight import DenseWeight, LinearWeight
 from tests.modeling.adapters.loaded_bank import NUM_LAYERS, Case, fill_bank, truth
 from tests.modeling.quantisation.test_cuda import INTEGERS
@@ -191,7 +192,7 @@ PRODUCT_CASES = [
 @on_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", ["identical", "distinct", "zipf", "base"])
-@pytest.mark.parametrize("form", ["dense", "fp8", *(INTEGERS if COMPARED else ())])
+@pytest.mark.parametrize("form", ["dense", "fp8", *(INTEGERS if TIMED else ())])
 def test_the_base_product_and_the_deltas_of_one_launch(
     banks: dict[torch.dtype, AdapterBank], dtype: torch.dtype, kind: str, form: str
 ) -> None:
