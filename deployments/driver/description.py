@@ -113,9 +113,7 @@ def _speculation(config: SpeculationConfig, capacity: Capacity) -> str:
     if config.kind is SpeculationKind.NONE:
         return "none"
     if not capacity.drafts:
-        on_gpu = config.kind.reads_heads and capacity.draft_heads is not None
-        needs = "runs on CPUs alone" if on_gpu else "needs a paged model"
-        return f"none: {config.kind.value} {needs}"
+        return f"none: {config.kind.value} needs a paged model"
     most = min(config.max_tokens, capacity.draft_heads or config.max_tokens)
     found = f"{config.kind.value}, up to {most} tokens"
     return found + ("" if capacity.constrained_drafts else "; none under schemas and grammars")

@@ -163,8 +163,6 @@ def _is_as_free(here: int | None, before: int | None) -> bool:
 
 def capacity_of(report: RunnerReport) -> Capacity:
     """Return the capacity in a runner's report, for the scheduler."""
-    # Neither masks behind drafts nor heads ever ran on a GPU.
-    is_cpu, heads = report.device == "cpu", report.draft_heads
     return Capacity(
         num_blocks=report.num_blocks,
         block_size=report.block_size,
@@ -178,7 +176,8 @@ def capacity_of(report: RunnerReport) -> Capacity:
         prefix_caching=report.paged,
         rope_sets=report.rope_sets,
         kv_groups=report.kv_groups,
-        drafts=report.paged and (heads is None or is_cpu),
-        constrained_drafts=is_cpu,
-        draft_heads=heads,
+        drafts=report.paged,
+        # On a GPU, masks behind drafts were compared in launched steps alone.
+        constrained_drafts=report.device == "cpu",
+        draft_heads=report.draft_heads,
     )

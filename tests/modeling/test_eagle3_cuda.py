@@ -13,7 +13,6 @@ from modeling.runner.loading import pick_device
 from scheduler import speculation
 from sharding.group import SingleRank
 from tests.checkpoints import AdapterRecipe, write_adapter, write_llama
-from tests.modeling import scheduled
 from tests.modeling.parity import engine_config
 from tests.modeling.runner.test_graphs_cuda import WIDE
 from tests.modeling.scheduled import generate_scheduled
@@ -21,7 +20,6 @@ from tests.modeling.stepping import Answer
 from tests.modeling.test_parity_eagle3 import MOST, NUM_DRAFTS, Trained
 from tests.modeling.test_parity_medusa import WatchedRanks
 from tests.modeling.test_parity_speculation import REQUESTS
-from tests.modeling.test_speculation_cuda import opened
 
 pytestmark = [
     pytest.mark.gpu,
@@ -50,7 +48,6 @@ def test_heads_guess_as_in_plain_torch_and_change_no_token(
 ) -> None:
     """Greedy and sampled, over adapters and without, in chunks."""
     monkeypatch.setattr(loading, "EAGLE3_ON", ("cpu", "cuda"))
-    monkeypatch.setattr(scheduled, "capacity_of", opened)
     monkeypatch.setattr(speculation, "MARGIN", 0.0)
     model = write_llama(tmp_path / "model", "gqa", **{**WIDE, "num_hidden_layers": 6})
     recipes = [AdapterRecipe(r=8, seed=2), AdapterRecipe(r=3, target_modules=("q_proj",))]

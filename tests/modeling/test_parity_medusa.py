@@ -1,7 +1,6 @@
 """Medusa heads guess what a plain reimplementation guesses, and change no token."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from shutil import copytree
@@ -325,12 +324,11 @@ def test_bad_heads_of_adapters_are_refused(
     load_paged(with_heads(model, base), SingleRank(), CPU).allocate().stage(fetched)
 
 
-def test_heads_guess_on_cpus_alone(world: World, tmp_path: Path) -> None:
+def test_a_rank_says_how_many_tokens_heads_guess(world: World, tmp_path: Path) -> None:
     config = with_heads(world.model("llama", "gqa"), write_heads(tmp_path))
     report = load_paged(config, SingleRank(), CPU).allocate().report
     assert capacity_of(report).draft_heads == 2
     assert capacity_of(report).drafts
-    assert not capacity_of(replace(report, device="cuda:0")).drafts
 
 
 def test_a_config_names_heads_where_they_are_read_alone() -> None:

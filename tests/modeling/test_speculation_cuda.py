@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,6 @@ from configs.engine import (
 from configs.wire.plan import Capacity
 from deployments.rank.host import capacity_of
 from modeling.runner.cuda_graphs import DecodeGraphs, GraphOutput
-from modeling.runner.input_batch import StepLayout
 from modeling.runner.load_paged import load_paged
 from modeling.runner.loading import pick_device
 from modeling.runner.paged import ModelRunner
@@ -35,7 +35,7 @@ from tests.modeling.scheduled import Ranks, generate_scheduled
 from tests.modeling.stepping import Answer, Asked
 from tests.modeling.test_parity_speculation import REQUESTS, informed
 
-Run = Callable[[DecodeGraphs, StepLayout], GraphOutput | None]
+Run = Callable[..., GraphOutput | None]
 
 pytestmark = [
     pytest.mark.gpu,
@@ -50,8 +50,8 @@ REPLAYS: Counter[int] = Counter()
 def counted(run: Run) -> Run:
     """DecodeGraphs.run that counts."""
 
-    def replay(graphs: DecodeGraphs, layout: StepLayout) -> GraphOutput | None:
-        output = run(graphs, layout)
+    def replay(graphs: DecodeGraphs, *given: Any) -> GraphOutput | None:
+        output = run(graphs, *given)
         REPLAYS[graphs.queries] += output is not None and graphs.queries > 1
         return output
 
@@ -59,8 +59,8 @@ def counted(run: Run) -> Run:
 
 
 def opened(report: RunnerReport) -> Capacity:
-    """As the scheduler would have it if all that is guessed were so on GPUs."""
-    return replace(capacity_of(report), drafts=True, constrained_drafts=True)
+    """As the scheduler would have it if constrained answers were guessed on GPUs."""
+    return replace(capacity_of(report), constrained_drafts=True)
 
 
 CONSTRAINED = constrained.REQUESTS[:-1]

@@ -27,7 +27,6 @@ EAGLE3 = SpeculationConfig(kind=SpeculationKind.EAGLE3, model="heads", max_token
         (MEDUSA, False, True, None, "none: medusa needs a paged model"),
         (EAGLE3, True, True, 4, "eagle3, up to 4 tokens"),
         (EAGLE3, False, True, None, "none: eagle3 needs a paged model"),
-        (MEDUSA, False, False, 3, "none: medusa runs on CPUs alone"),
     ],
 )
 def test_what_guesses_tokens(
