@@ -15,6 +15,7 @@ from modeling.adapters.kernels.tiles import HEADER, cut_tiles
 from modeling.adapters.kernels.triton_embed import embed_kernel
 from modeling.adapters.kernels.triton_expand import expand_kernel
 from modeling.adapters.kernels.triton_forms import Form, forms_of
+from modeling.adapters.kernels.triton_gated import gated_kernel
 from modeling.adapters.kernels.triton_groups import (
     MAX_TARGETS,
     LaunchGroup,
@@ -23,10 +24,6 @@ from modeling.adapters.kernels.triton_groups import (
 from modeling.adapters.kernels.triton_product import MAX_BLOCKS, MAX_SUMS
 from modeling.adapters.kernels.triton_shrink import shrink_kernel
 from modeling.adapters.kernels.triton_tokens import set_embedded_kernel, set_logits_kernel
-from modeling.adapters.kernels.triton_wide import (
-    gated_kernel,
-    wide_shrink_kernel,
-)
 from modeling.adapters.product import OutputSlice
 from modeling.adapters.projection import ProjectionKind
 from modeling.triton_launch import Launcher, has_dependent_launch
@@ -51,7 +48,7 @@ class TritonBuffers:
         self.max_rank = -(-bank.size.max_rank // widest) * widest
         self.dependent_launch = has_dependent_launch(device)
         self.shrink, self.expand = Launcher(shrink_kernel), Launcher(expand_kernel)
-        self.wide_shrink, self.gated = Launcher(wide_shrink_kernel), Launcher(gated_kernel)
+        self.gated = Launcher(gated_kernel)
         self.embed = Launcher(embed_kernel)
         self.set_embedded = Launcher(set_embedded_kernel)
         self.set_logits = Launcher(set_logits_kernel)

@@ -1,6 +1,6 @@
 """How the kernels cut a step: tables found with `python -m benchmarks.kernels --tune`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -37,8 +37,8 @@ class Form:
     number each takes several tiles.
     summed: whether the shrink adds its partial sums, or leaves that to the expand.
     more_rows: rank rows taken at once of an adapter that has more than `rank_rows`.
-    gated: how the kernels of triton_wide.py join deltas and silu(gate) * up. They shrink then too,
-    and leave their partial sums added. None: they do not run.
+    gated: how the kernel of triton_gated.py joins deltas and silu(gate) * up, which needs partial
+    sums that the shrink has added. None: it does not run.
     """
 
     max_tokens: int
@@ -66,8 +66,8 @@ HALF = (
 """bfloat16 and float16. Small tiles while most of the bytes are weights, large ones when they are
 tokens; never so large that a decode row's few tokens leave most of a tile empty."""
 
-WIDE = Form(ANY, 64, 16, 8, Blocks(128, 4, 4), Blocks(128, 8), 4096, True, gated=Blocks(128, 8))
-"""Of the kernels in triton_wide.py, in half precision; no step takes it before it ran on a GPU."""
+GATED = replace(HALF[-1], gated=Blocks(128, 4))
+"""With silu(gate) * up by triton_gated.py; no step takes it before it ran on a GPU."""
 
 FLOAT32 = (
     Form(512, 16, 16, 8, Blocks(64, 4, 2), Blocks(64, 4)),

@@ -13,9 +13,9 @@ from modeling.adapters.kernels.tiles import HEADER
 from modeling.adapters.kernels.triton_base import Shrink, launch_product, takes
 from modeling.adapters.kernels.triton_buffers import TritonBuffers
 from modeling.adapters.kernels.triton_forms import Blocks
+from modeling.adapters.kernels.triton_gated import GATED_CONSTANTS, gated_arguments
 from modeling.adapters.kernels.triton_groups import MAX_TARGETS, LaunchGroup, split_columns
 from modeling.adapters.kernels.triton_product import product_form
-from modeling.adapters.kernels.triton_wide import GATED_CONSTANTS, gated_arguments
 from modeling.adapters.peft_tokens import DIGIT, NUM_DIGITS
 from modeling.adapters.product import OutputSlice
 from modeling.triton_launch import aligned, launch_options
@@ -161,15 +161,10 @@ class TritonBatch:
         )
         # fmt: on
         constants = {"LAYERS": group.layers, "BLOCK_K": blocks.columns, **self._constants}
-        launch, num_blocks = self._plan.shrink, group.count * num_splits
-        if self._form.gated is not None:
-            launch, num_blocks = self._plan.wide_shrink, num_splits
-            constants = {k: v for k, v in constants.items() if k not in ("SUMMED", "MORE_ROWS")}
-            constants["COUNT"] = group.count
-        grid = self._grid(num_blocks)
+        grid = self._grid(group.count * num_splits)
         # All that Triton compiles the kernel for; see Launcher.
         key = (*self._key, group.key, x.dtype, x.stride(0), aligned(x))
-        launch(key, grid, arguments, constants, self._options(blocks))
+        self._plan.shrink(key, grid, arguments, constants, self._options(blocks))
         return num_splits
 
     def _expand(self, y: Tensor, layer: int, group: LaunchGroup, num_splits: int) -> None:

@@ -32,12 +32,12 @@ CASES = [
 CPU = torch.device("cpu")
 RANKS = [8, 16, 1, 24, 5, 3, 16, 32]
 FORM = Form(64, 8, 16, 4, Blocks(32, 4), Blocks(16, 4), programs=8)
-WIDE = replace(FORM, shrink=Blocks(16, 4), summed=True, gated=Blocks(16, 4))
+GATED = replace(FORM, summed=True, gated=Blocks(16, 4))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("rows", [[(s, 1) for s in range(-1, 8)] * 3, [(3, 9), (-1, 4), (7, 2)]])
-@pytest.mark.parametrize("form", [FORM, WIDE], ids=["few", "many"])
+@pytest.mark.parametrize("form", [FORM, GATED], ids=["few", "many"])
 def test_output_rows_beside_plain_adapters_and_the_base(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, rows: list[tuple[int, int]], form: Form
 ) -> None:
@@ -80,7 +80,7 @@ def test_deltas_of_gate_and_up_beside_silu(
     slots, lengths = [list(column) for column in zip(*rows, strict=True)]
     of = torch.tensor([slot for slot, length in rows for _ in range(length)])
     targets = OutputSlice(0, 0), OutputSlice(1, 40)
-    plan: Any = triton_plan.TritonPlan(bank, len(of) + 5, [WIDE])
+    plan: Any = triton_plan.TritonPlan(bank, len(of) + 5, [GATED])
     for captured in (False, True):
         plan.partials.fill_(float("nan"))
         tiles = plan.update(slots, lengths)
