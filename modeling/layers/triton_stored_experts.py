@@ -183,7 +183,7 @@ def _of_fp8(
     return acc
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_x", "num_tokens"])  # type: ignore[untyped-decorator]
 def _up(
     x: "Any", x_scales: "Any", num_x: "Any", codes: "Any", scales: "Any", bias: "Any",
     inner: "Any", counts: "Any", table: "Any", num_tokens: "Any", limit: "Any", alpha: "Any",
@@ -232,7 +232,7 @@ def _up(
         tl.store(out, value.to(inner.dtype.element_ty), mask=live[None, :])
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_x", "num_tokens"])  # type: ignore[untyped-decorator]
 def _down(
     x: "Any", x_scales: "Any", num_x: "Any", codes: "Any", scales: "Any", bias: "Any",
     shares: "Any", out: "Any", counts: "Any", table: "Any", num_tokens: "Any",
@@ -299,12 +299,12 @@ def stored_experts(
     inner = torch.empty(tokens * active, width, dtype=x.dtype, device=x.device)
     out = torch.empty(tokens * active, hidden, dtype=x.dtype, device=x.device)
     y, pdl = torch.empty_like(x), has_dependent_launch(x.device)
-    forms = (tokens % 16 == 0, tokens == 1, tokens * active % 16 == 0, tokens * active == 1)
-    common = (x.device, x.dtype, shares.dtype, ids.dtype, *forms, aligned(x, ids, shares))
+    common = (x.device, x.dtype, shares.dtype, ids.dtype, aligned(x, ids, shares))
     small = {"num_warps": 1, **launch_options(pdl)}
     power = triton.next_power_of_2(active)
     constants: dict[str, Any] = {"ACTIVE": active, "WIDTH": power, "PDL": pdl}
-    _ENTER((common, *constants.values()), (tokens,), [ids, counts, table, tokens], constants, small)
+    key = (common, tokens % 16 == 0, tokens == 1, *constants.values())
+    _ENTER(key, (tokens,), [ids, counts, table, tokens], constants, small)
     sizes = {"INPUTS": hidden, "WIDTH": width, "ACTIVE": active}
     sizes |= {"PAIRS": cut.pairs, "BLOCK_N": cut.up}
     clamped = gate.limit is not None
@@ -350,7 +350,7 @@ def _product(
     constants |= {**form, **ASSEMBLY, "PDL": pdl}
     tensors = [inputs, scales, rows, weight.codes, weight.scales, bias]
     launch(
-        (common, *sizes.values(), *form.values(), weight.is_fp8, bias.dtype, len(weight.codes)),
+        (common, cut, *sizes.values(), *form.values(), weight.is_fp8, bias.dtype),
         *(grid, [*tensors, *rest], constants),
         {"num_warps": cut.warps, "num_stages": cut.stages, **launch_options(pdl)},
     )
