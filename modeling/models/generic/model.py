@@ -90,7 +90,8 @@ class GenericForCausalLM(nn.Module):
         self.adapts_experts_on_gpus = routed.on_gpus
         routed.install(self._step, self.device)
         self.has_expert_kernels = routed.have_kernels
-        stacked = [each for each in self.causal.parameters() if each.dim() == 3]
+        numbers = (each for each in self.causal.parameters() if each.is_floating_point())
+        stacked = [each for each in numbers if each.dim() == 3]
         # torch's product of groups reads their sizes on the host, but for half precision.
         is_half = weights.dtype is not torch.float32
         has_form = not stacked or (is_half and all(map(has_aligned_sides, stacked)))

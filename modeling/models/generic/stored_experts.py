@@ -18,9 +18,6 @@ from sharding.linear_weight import LinearPart
 from sharding.loader import Weights
 from sharding.slicing import Segments
 
-COMPARED: frozenset[str] = frozenset()
-"""Forms that were compared on a GPU, which refuses others."""
-
 
 class StoredMatrices(nn.Module, ABC):
     """One matrix for each expert, kept as a checkpoint has it."""
@@ -138,11 +135,7 @@ def is_stored(weights: Weights, name: str) -> bool:
 def read_stored(
     weights: Weights, name: str, shape: tuple[int, ...], own: Segments | None
 ) -> Mxfp4Matrices:
-    """Read codes and scales of some experts; shape: [experts, in, out]. own: None for all.
-
-    ArchitectureError on a GPU: no product was compared there.
-    """
-    _check_device(weights, name, "mxfp4")
+    """Read codes and scales of some experts; shape: [experts, in, out]. own: None for all."""
     experts, inputs, outputs = shape
     groups = experts, outputs, inputs // SHARED
     codes = weights.read_stored(f"{name}_blocks", (*groups, SHARED // 2), own)
@@ -172,7 +165,6 @@ def read_linears(
         ]
         if weights.linear_format is None or not any(_is_quantised(weights, own) for own in parts):
             return None
-        _check_device(weights, parts[0].name, "fp8")
         found = weights.linear_format.read(weights, parts)
         if not isinstance(found, QuantisedWeight) or found.has_input_scale:
             raise ArchitectureError(
@@ -194,15 +186,6 @@ def read_linears(
 
 def _is_quantised(weights: Weights, part: LinearPart) -> bool:
     return any(weights.lists(f"{part.name}.{mark}") for mark in SCALES)
-
-
-def _check_device(weights: Weights, name: str, form: str) -> None:
-    """Refuse a GPU where no product was compared there."""
-    if weights.device.type != "cpu" and form not in COMPARED:
-        raise ArchitectureError(
-            f"{name}: experts in {form} are served on CPUs alone: take a checkpoint of the model "
-            "in bfloat16"
-        )
 
 
 def keep_stored(module: nn.Module, name: str, stored: StoredMatrices) -> None:

@@ -15,12 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from configs.architectures.base import ArchitectureError
-from modeling.models.generic import reading
-from modeling.models.generic.stored_experts import read_linears
 from modeling.runner.loading import load_model
-from sharding.group import LoneRank, SingleRank
-from sharding.loader import Weights
+from sharding.group import LoneRank
 from tests.checkpoints import load_oracle, write_adapter
 from tests.checkpoints_experts import EXPERT_ADAPTERS
 from tests.checkpoints_generic import write_generic
@@ -117,13 +113,3 @@ def test_a_rank_with_whole_experts_keeps_its_own(made: Path) -> None:
             assert torch.equal(own.down_proj, whole.down_proj[half:])
             assert torch.equal(own.gate_up_proj, whole.gate_up_proj[half:])
     assert loaded.weight_forms["fp8 in blocks"] > 0
-
-
-def test_gpus_refuse_them(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def on_gpu(weights: Weights, *rest: Any) -> Any:
-        weights.device = torch.device("cuda")
-        return read_linears(weights, *rest)
-
-    monkeypatch.setattr(reading, "read_linears", on_gpu)
-    with pytest.raises(ArchitectureError, match="in fp8 are served on CPUs alone"):
-        load_model(engine_config(made / "stored"), SingleRank(), torch.device("cpu"))
