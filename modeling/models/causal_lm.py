@@ -8,7 +8,8 @@ proved by a probe at start, because nothing else says it.
 import inspect
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from transformers import DynamicCache, PreTrainedModel
 from configs.wire.plan import RequestJoin
 from configs.wire.sampling import Sampling
 from modeling.adapters.projection import BaseRows, Projection
+from modeling.models.cache_name import cache_name
 from modeling.models.causal_lm_adapters import (
     AdapterHooks,
     LinearModule,
@@ -72,6 +74,7 @@ class CausalLM:
         self.dtype = model.dtype
         parameters = inspect.signature(model.forward).parameters
         self._takes_positions = "position_ids" in parameters
+        self._cache_name = cache_name(model.forward)
         self._takes_num_logits = "logits_to_keep" in parameters
         # Code from elsewhere may know tuples only: it makes its own first cache.
         self._takes_cache = type(model).__module__.startswith("transformers.")
@@ -79,7 +82,8 @@ class CausalLM:
         self.keys_head_dim_last = True
         # What code from elsewhere does with longer rows is unknown.
         self.sharing = sharing_of(model) if self._takes_cache else Sharing(equal_from=0)
-        found = self._try_all(exact)
+        with _failures_named():
+            found = self._try_all(exact)
         self.keys_head_dim_last = found.keys_head_dim_last
         self.bytes_per_token = found.bytes_per_token
         self.linears = found.linears
@@ -110,18 +114,18 @@ class CausalLM:
         if past_key_values is None and self._takes_cache:
             # Whole in every layer: one cut to a sliding window could not be padded on its left.
             past_key_values = DynamicCache()
+        options[self._cache_name] = past_key_values
         rows, length = input_ids.shape
         reach = Reach(rows, length, attention_mask.shape[1])
         with self._hooks.using(adapter_data, reach):
             out = self.model(
                 input_ids=input_ids,
                 attention_mask=attention_mask,
-                past_key_values=past_key_values,
                 use_cache=True,
                 return_dict=True,
                 **options,
             )
-        past: Past | None = getattr(out, "past_key_values", None)
+        past: Past | None = getattr(out, self._cache_name, None)
         if past is None:
             raise ValueError("the model keeps no cache of keys and values: it is not served")
         logits = out.logits[:, -1:] if last_only else out.logits
@@ -241,6 +245,20 @@ class CausalLM:
             largest=float(apart.abs().max()),
             bound=(1e-3 if apart.dtype == torch.float32 else 0.1) * float(apart.abs().max()),
         )
+
+
+@contextmanager
+def _failures_named() -> Iterator[None]:
+    """Refuse a model with code that fails on rows beside each other or on its own cache."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, TypeError, LookupError, AttributeError) as error:
+        raise ValueError(
+            f"the model's own code fails on two rows of a few tokens and a cache ({error}): it is "
+            "not served"
+        ) from error
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
+from modeling.models.cache_name import cache_name
+
 
 @dataclass(frozen=True)
 class Sharing:
@@ -93,11 +95,12 @@ def _recomputes(model: PreTrainedModel, border: int) -> bool:
     past.update(torch.zeros(1, 1, border, 1), torch.zeros(1, 1, border, 1), 0)
     prepare: Any = model.prepare_inputs_for_generation
     ids = torch.zeros(1, border + 1, dtype=torch.int64, device=model.device)
+    name = cache_name(model.forward)
     inputs: dict[str, Any] = prepare(
         ids,
         next_sequence_length=1,
-        past_key_values=past,
         attention_mask=torch.ones_like(ids),
         use_cache=True,
+        **{name: past},
     )
-    return inputs.get("past_key_values") is None
+    return inputs.get(name) is None

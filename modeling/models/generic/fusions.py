@@ -184,7 +184,7 @@ def _computes_gated(module: nn.Module, activation: Activation) -> bool:
 
 def _defer_rotation(module: nn.Module, step: CurrentStep) -> bool:
     """Let a layer's attention hand on q and k as they are, with their angles."""
-    forward: Any = type(module).forward
+    forward = _undecorated(type(module).forward)
     scope: dict[str, Any] = getattr(forward, "__globals__", {})
     code = getattr(forward, "__code__", None)
     if not hasattr(module, "layer_idx") or code is None or ROTATION not in code.co_names:
@@ -202,6 +202,16 @@ def _defer_rotation(module: nn.Module, step: CurrentStep) -> bool:
     # Of this module alone: transformers itself stays as it is.
     module.forward = MethodType(own, module)
     return True
+
+
+def _undecorated(forward: Any) -> Any:
+    """Return a forward without transformers' decorator that takes old names of arguments.
+
+    Layers call each other with the new ones.
+    """
+    while getattr(forward, "__globals__", {}).get("__name__") == "transformers.utils.deprecation":
+        forward = forward.__wrapped__
+    return forward
 
 
 def _defer_norms(causal: nn.Module, step: CurrentStep) -> int:

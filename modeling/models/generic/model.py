@@ -26,6 +26,7 @@ from modeling.adapters.product import AdapterData
 from modeling.adapters.projection import BaseRows, Projection
 from modeling.adapters.vocabulary import EndNames, vocabulary_projections
 from modeling.models.base import AttentionLayer
+from modeling.models.cache_name import cache_name
 from modeling.models.context import PagedContext
 from modeling.models.generic.cuts import CutPlan
 from modeling.models.generic.experts import RoutedLayers
@@ -99,6 +100,7 @@ class GenericForCausalLM(nn.Module):
         self.causal.requires_grad_(False).train(False)
         fuse(self.causal, self._step)
         self._decoder = cast(nn.Module, getattr(self.causal, prefix))
+        self._cache_name = cache_name(self._decoder.forward)
         # Not among the submodules: its parameters would be found twice.
         self._tail = (_tail(self.causal, prefix),)
         for module in self.causal.modules():
@@ -198,7 +200,8 @@ class GenericForCausalLM(nn.Module):
         """int64 [tokens] each to [tokens, hidden]."""
         options: dict[str, Any] = {"use_cache": False}
         if self._counts_positions:
-            options |= {"past_key_values": PositionsAsLength(position_ids), "attention_mask": MASKS}
+            options["attention_mask"] = MASKS
+            options[self._cache_name] = PositionsAsLength(position_ids)
         out = self._decoder(input_ids=input_ids[None], position_ids=position_ids[None], **options)
         hidden: Tensor = out.last_hidden_state[0]
         return hidden

@@ -229,3 +229,14 @@ def test_projections_have_the_shortest_names_that_tell_them_apart() -> None:
     assert list(shortest_names(paths).values()) == [
         "attn.c_proj", "mlp.c_proj", "c_fc", "0.c", "c",
     ]  # fmt: skip
+
+
+def test_code_that_fails_beside_other_rows_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("sizes differ")
+
+    monkeypatch.setattr(CausalLM, "next_logits", fail)
+    with pytest.raises(ValueError, match=r"own code fails on two rows .*sizes differ"):
+        load(write_tiny(tmp_path, "llama"))
