@@ -88,7 +88,7 @@ OWN: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {"head_dim": 8},
     "nemotron": {"head_dim": 8, "num_key_value_heads": 2},
     "moshi": {"sliding_window": 24},
-    "aria_text": {"intermediate_size": 42},
+    "aria_text": {"intermediate_size": 44},
     "phimoe": {"sliding_window": 8},
     "qwen2_moe": {
         "use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"],
