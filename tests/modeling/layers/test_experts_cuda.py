@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from tests.modeling.layers.test_triton_experts_interpreted import computed
@@ -57,3 +58,60 @@ def test_routing(tokens: int, hidden: int, summed: bool) -> None:
         best = best / best.sum(-1, keepdim=True) if summed else best
         torch.testing.assert_close(shares, best.bfloat16())
         assert not zeros.any()
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 64, 250, 300, 2048])
+def test_experts_adapted(tokens: int) -> None:
+    """Tokens of adapters beside tokens without; steps of prompts by tiles, too."""
+    kernels = pytest.importorskip("modeling.layers.triton_experts")
+    from modeling.triton_pairs import LayerDeltas, PairDeltas
+
+    count, active, hidden, width, slots = 24, 3, 1024, 256, 3
+    up = torch.randn(count, 2 * width, hidden, device=CUDA).mul(0.05).bfloat16()
+    down = torch.randn(count, hidden, width, device=CUDA).mul(0.05).bfloat16()
+    x = torch.randn(tokens, hidden, device=CUDA).bfloat16()
+    best, ids = torch.randn(tokens, count, device=CUDA).softmax(-1).topk(active)
+    shares, counts = best.bfloat16(), torch.zeros(count, dtype=torch.int32, device=CUDA)
+
+    def factors(side: int) -> Tensor:
+        return torch.randn(6, 2 * count, 8, side, device=CUDA).mul(0.05).bfloat16()
+
+    sizes = ((hidden, width), (hidden, width), (width, hidden))
+    pools = tuple((factors(inputs), factors(outputs)) for inputs, outputs in sizes)
+    # The first slot has no pages, the second one, the third two.
+    pages = [[[-1, -1]] * 3, [[5, -1], [1, -1], [0, -1]], [[2, 3], [4, 0], [5, 1]]]
+    table = torch.tensor(pages, dtype=torch.int32, device=CUDA)
+    own = torch.arange(tokens, device=CUDA) % (slots + 1) - 1
+    deltas = LayerDeltas(PairDeltas(own.int(), table, pools), (0, 1), 2, count)
+    y = kernels.experts(x, up, down, ids, shares, counts, deltas)
+    wanted = torch.zeros(tokens, hidden, device=CUDA)
+    for slot in range(-1, slots):
+        rows = own == slot
+        added = [torch.zeros(count, outputs, inputs, device=CUDA) for inputs, outputs in sizes]
+        for projection, (a, bt) in enumerate(pools):
+            for page in pages[slot][projection] if slot >= 0 else ():
+                if page >= 0:
+                    both = (part[page, count:].float() for part in (a, bt))
+                    added[projection] += torch.einsum("eri,ero->eoi", *both)
+        whole, below = up.float() + torch.cat(added[:2], 1), down.float() + added[2]
+        for part in torch.arange(tokens, device=CUDA)[rows].chunk(1 + tokens // 64):
+            wanted[part] = computed(x[part], whole, below, ids[part], shares[part])
+    assert (y.float() - wanted).norm() < 1e-2 * wanted.norm()
+    assert not counts.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tokens", [300, 800, 2048])
+def test_experts_by_tiles(dtype: torch.dtype, tokens: int) -> None:
+    kernels = pytest.importorskip("modeling.layers.triton_experts")
+    count, active, hidden, width = 24, 3, 1024, 256
+    x = torch.randn(tokens, hidden, device=CUDA).to(dtype)
+    up = torch.randn(count, 2 * width, hidden, device=CUDA).mul(0.05).to(dtype)
+    down = torch.randn(count, hidden, width, device=CUDA).mul(0.05).to(dtype)
+    best, ids = torch.randn(tokens, count, device=CUDA).softmax(-1).topk(active)
+    shares, counts = best.to(dtype), torch.zeros(count, dtype=torch.int32, device=CUDA)
+    y = kernels.experts(x, up, down, ids, shares, counts)
+    halves = zip(*(part.chunk(tokens // 50) for part in (x, ids, shares)), strict=True)
+    wanted = torch.cat([computed(own, up, down, *more) for own, *more in halves])
+    assert (y.float() - wanted).norm() < 1e-2 * wanted.norm()
+    assert not counts.any()
