@@ -97,5 +97,5 @@ def _print_cost(cost: AdapterCost) -> None:
         typer.echo(
             f"  on experts: {cost.expert_bytes / 2**20:.1f} MiB of it, on the device and again in "
             "adapters.host_bytes, which the ranks of a group share; needs adapters.expert_pages of "
-            f"{cost.expert_pages}; its steps are not captured"
+            f"{cost.expert_pages}"
         )

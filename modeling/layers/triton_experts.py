@@ -53,13 +53,14 @@ class Tile:
 
 @dataclass(frozen=True)
 class ExpertsCut:
-    """How experts of up to `tokens` tokens are cut.
+    """How the experts of some steps are cut.
 
+    most: tokens of such a step; in PROMPT_CUTS, pairs of an expert on the average.
     pairs: of a program; 0: every pair for itself. tiled: whether programs are of tiles that have
     pairs, which one more launch finds, and not of all that may have some.
     """
 
-    tokens: int
+    most: int
     pairs: int
     up: Tile
     down: Tile
@@ -74,13 +75,15 @@ CUTS = (
 """As measured on an H200 with 128 experts of 768, 8 of them a token, hidden size 2048."""
 
 PROMPT_CUTS = (
-    ExpertsCut(768, 64, Tile(128, 64, 8, 3), Tile(128, 64, 8, 4), tiled=True),
-    ExpertsCut(16384, 128, Tile(128, 64, 8, 3), Tile(128, 64, 8, 4), tiled=True),
+    ExpertsCut(96, 64, Tile(64, 64, 4, 4), Tile(128, 64, 4, 4), tiled=True),
+    ExpertsCut(256, 128, Tile(128, 64, 8, 3), Tile(128, 64, 8, 4), tiled=True),
 )
-"""For steps with prompts, not yet compared on a GPU."""
+"""Of more tokens than CUTS have, as measured with the same experts. Of more pairs an expert than
+these have, a library's grouped products were not compared."""
 
-MOST_TOKENS = CUTS[-1].tokens
-"""Beyond it a library's grouped products compute experts."""
+MOST_ADAPTED = CUTS[-1].most
+"""Tokens of a step with adapters of experts. Beyond it tiles wait for their factors for longer than
+a library's grouped products with the deltas beside them take."""
 
 LEAST = 32
 """Of which an expert's sizes are multiples: smaller tiles are too slow."""
@@ -105,22 +108,30 @@ def experts(
     counts: Tensor,
     deltas: LayerDeltas | None = None,
 ) -> Tensor:
-    """[tokens, hidden] to the same shape, of at most MOST_TOKENS tokens.
+    """[tokens, hidden] to the same shape, where `takes` allows.
 
     up: [experts, 2 * inner, hidden], gate's rows first. down: [experts, hidden, inner].
     ids, shares: [tokens, experts of one]. counts: int32 [experts] zeros, which it leaves as zeros.
-    deltas: what adapters change.
+    deltas: what adapters change, of at most MOST_ADAPTED tokens.
     """
-    cut = _cut(len(x), *down.shape[1:])
+    cut = _cut(*ids.shape, *down.shape)
     if not cut.pairs:
         return _by_pair(cut, x, up, down, ids, shares, deltas)
     return _by_expert(cut, x, up, down, ids, shares, counts, deltas)
 
 
 @cache
-def _cut(tokens: int, hidden: int, width: int) -> ExpertsCut:
-    cut = next(each for each in (*CUTS, *PROMPT_CUTS) if tokens <= each.tokens)
+def _cut(tokens: int, active: int, count: int, hidden: int, width: int) -> ExpertsCut:
+    """count: of experts."""
+    found = [each for each in CUTS if tokens <= each.most]
+    found += [each for each in PROMPT_CUTS if tokens * active <= each.most * count]
+    cut = found[0]
     return replace(cut, up=cut.up.fitted(width, hidden), down=cut.down.fitted(hidden, width))
+
+
+def takes(tokens: int, active: int, count: int) -> bool:
+    """Whether steps of so many tokens, with `active` of `count` experts each, are cut."""
+    return tokens <= CUTS[-1].most or tokens * active <= PROMPT_CUTS[-1].most * count
 
 
 def _with_deltas(

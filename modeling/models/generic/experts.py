@@ -50,9 +50,11 @@ ON_GPUS = frozenset(
 )  # fmt: skip
 """Types that take adapters of experts and routers on a GPU, where they were compared."""
 
-DELTAS_BY_KERNELS = False
-"""Whether kernels multiply adapters of experts on GPUs, in captured steps and in others: no GPU has
-compared them yet."""
+DELTAS_BY_KERNELS = frozenset(
+    ("deepseek_v3", "glm4_moe", "gpt_oss", "granitemoe", "mixtral", "qwen3_moe")
+)
+"""Types of which kernels multiply adapters of experts on a GPU, in captured steps and in others,
+where they were compared."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,8 @@ class RoutedLayers:
                 "have whole: remove it"
             )
         self.own: dict[str, range] = {}
-        self.on_gpus = not kinds or causal.config.model_type in ON_GPUS
+        self._model_type: str = causal.config.model_type
+        self.on_gpus = not kinds or self._model_type in ON_GPUS
         is_adapted = self.on_gpus or not on_gpu
         for template, members in kinds.items():
             own = range(members[0][1].num_experts)
@@ -144,7 +147,8 @@ class RoutedLayers:
     @property
     def have_kernels(self) -> bool:
         """Whether kernels can multiply adapters of experts, once the weights were read."""
-        return DELTAS_BY_KERNELS and not any(has_stored(each.module) for each in self._experts)
+        is_compared = self._model_type in DELTAS_BY_KERNELS
+        return is_compared and not any(has_stored(each.module) for each in self._experts)
 
     def leave_stored(self, on_gpu: bool) -> None:
         """Take no adapters on a GPU where a checkpoint quantised experts: nothing compared them."""

@@ -36,7 +36,7 @@ class FusedExperts:
 
     def __call__(self, hidden_states: Tensor, ids: Tensor, shares: Tensor) -> Tensor:
         """[tokens, hidden] to the same shape; ids, shares: [tokens, experts of one]."""
-        if len(hidden_states) > self.kernels.MOST_TOKENS:
+        if not self.kernels.takes(*ids.shape, len(self.weights[0])):
             return self.plain(hidden_states, ids, shares)
         return self._computed(hidden_states, ids, shares, None)
 
@@ -54,7 +54,7 @@ class FusedExperts:
         targets: the projections of "up" and "down". first: the layer's first expert, counted over
         all layers.
         """
-        if len(hidden_states) > self.kernels.MOST_TOKENS:
+        if len(hidden_states) > self.kernels.MOST_ADAPTED:
             return None
         own = self.kernels.LayerDeltas(deltas, tuple(targets["up"]), *targets["down"], first)
         return self._computed(hidden_states, ids, shares, own)

@@ -142,7 +142,7 @@ def test_what_gpus_do_not_adapt_is_refused_where_the_config_names_them(
     folder = save(tmp_path / "adapter", model, config)
     said = printed(folder, model, capsys)
     assert "served exactly" in said
-    assert re.search(r"on experts: \d+\.\d MiB of it.* adapters\.expert_pages of 1;", said)
+    assert re.search(r"on experts: \d+\.\d MiB of it.* adapters\.expert_pages of 1\n", said)
     yaml = tmp_path / "serve.yaml"
     engine = json.dumps({"model": {"id": str(model)}, "device": "cuda"})
     yaml.write_text(f"applications: [{{args: {{engine: {engine}}}}}]")

@@ -33,7 +33,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch, is_tiled: bool) -> Any:
         monkeypatch.setattr(kernels, name, Interpreted(getattr(kernels, name)._kernel))
     if is_tiled:
         cut = replace(kernels.CUTS[1], tiled=True)
-        monkeypatch.setattr(kernels, "_cut", lambda _, hidden, width: fitted(cut, hidden, width))
+        monkeypatch.setattr(kernels, "_cut", lambda *sizes: fitted(cut, *sizes[-2:]))
     return kernels
 
 

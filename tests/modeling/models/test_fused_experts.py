@@ -58,7 +58,8 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> ExpertKernels:
     fakes = SimpleNamespace(
         experts=experts,
         fits=lambda up, down: True,
-        MOST_TOKENS=MOST_TOKENS,
+        takes=lambda tokens, active, count: tokens <= MOST_TOKENS,
+        MOST_ADAPTED=MOST_TOKENS,
         LayerDeltas=lambda *parts: parts,
     )
     monkeypatch.setattr(fused_experts, "_kernels", lambda device: (fakes, routing))
