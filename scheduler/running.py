@@ -48,7 +48,7 @@ class RunningRequests:
         self._free_batch_slots = list(range(num_batch_slots - 1, -1, -1))
         self._chunked = capacity.chunked
         self._drafts = capacity.drafts
-        self._drafting = Drafting(capacity.constrained_drafts, capacity.draft_heads)
+        self._drafting = Drafting(capacity.draft_heads)
         self._rope = capacity.rope_sets
         self._kv = KvTables(capacity, prefix_caching and capacity.prefix_caching, ahead)
         self.prefix = self._kv.prefix

@@ -39,13 +39,9 @@ MARGIN = 1.1
 class Drafting:
     """Decides step by step whether drafts pay, and how long they are."""
 
-    def __init__(self, constrained: bool = True, heads: int | None = None) -> None:
-        """constrained: whether rows of requests with a constraint may have drafts.
-
-        heads: how many tokens heads guess; None: drafts are looked up in the text.
-        """
+    def __init__(self, heads: int | None = None) -> None:
+        """heads: how many tokens heads guess; None: drafts are looked up in the text."""
         self.costs = DraftCosts()
-        self._constrained = constrained
         self._heads = heads
 
     def plan(self, requests: Sequence[Request], step: StepBuilder, limits: Limits) -> Drafts:
@@ -92,8 +88,7 @@ class Drafting:
         unknown = request.pending - len(request.drafts)
         room = request.max_total - request.total - 1
         # Wrong drafts spend a matcher's limits too, and the request ends with its own matcher's.
-        followed = not request.sampling.constraint
-        followed |= self._constrained and not request.own_matcher
+        followed = not (request.sampling.constraint and request.own_matcher)
         request.drafter.expect_again(request.total)
         is_guessable = request.has_heads or self._heads is None
         return unknown <= 1 and followed and room > 0 and is_guessable

@@ -166,7 +166,7 @@ class Capacity(msgspec.Struct, frozen=True):
     pool_pages: pages of each projection's pool where they differ; empty: adapter_pages each.
     rope_sets: set where rotary frequencies depend on a sequence's length; else None.
     kv_groups: all groups' blocks; empty: one group that needs its blocks to the end.
-    drafts: whether rows may have drafts; constrained_drafts: also those under a constraint.
+    drafts: whether rows may have drafts.
     draft_heads: how many tokens heads of the ranks guess; None: drafts are looked up in the text.
     """
 
@@ -183,7 +183,6 @@ class Capacity(msgspec.Struct, frozen=True):
     rope_sets: RopeSets | None = None
     kv_groups: tuple[KvGroup, ...] = ()
     drafts: bool = True
-    constrained_drafts: bool = True
     draft_heads: int | None = None
 
     @property

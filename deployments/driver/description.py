@@ -115,8 +115,7 @@ def _speculation(config: SpeculationConfig, capacity: Capacity) -> str:
     if not capacity.drafts:
         return f"none: {config.kind.value} needs a paged model"
     most = min(config.max_tokens, capacity.draft_heads or config.max_tokens)
-    found = f"{config.kind.value}, up to {most} tokens"
-    return found + ("" if capacity.constrained_drafts else "; none under schemas and grammars")
+    return f"{config.kind.value}, up to {most} tokens"
 
 
 def _weights(report: LoadReport) -> str:

@@ -177,7 +177,5 @@ def capacity_of(report: RunnerReport) -> Capacity:
         rope_sets=report.rope_sets,
         kv_groups=report.kv_groups,
         drafts=report.paged,
-        # On a GPU, masks behind drafts were compared in launched steps alone.
-        constrained_drafts=report.device == "cpu",
         draft_heads=report.draft_heads,
     )

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from msgspec.structs import replace
 
 from configs.engine import (
     AttentionKind,
@@ -16,19 +15,16 @@ from configs.engine import (
     SpeculationConfig,
     SpeculationKind,
 )
-from configs.wire.plan import Capacity
-from deployments.rank.host import capacity_of
 from modeling.runner.cuda_graphs import DecodeGraphs, GraphOutput
 from modeling.runner.load_paged import load_paged
 from modeling.runner.loading import pick_device
 from modeling.runner.paged import ModelRunner
-from modeling.runner.report import RunnerReport
 from scheduler import speculation
 from scheduler.drafts import Drafter
 from sharding.group import SingleRank
 from tests.checkpoints import write_adapter, write_llama
 from tests.fakes import EOS, token_id, write_tokenizer
-from tests.modeling import constrained, scheduled
+from tests.modeling import constrained
 from tests.modeling.parity import engine_config
 from tests.modeling.runner.test_graphs_cuda import WIDE
 from tests.modeling.scheduled import Ranks, generate_scheduled
@@ -56,11 +52,6 @@ def counted(run: Run) -> Run:
         return output
 
     return replay
-
-
-def opened(report: RunnerReport) -> Capacity:
-    """As the scheduler would have it if constrained answers were guessed on GPUs."""
-    return replace(capacity_of(report), constrained_drafts=True)
 
 
 CONSTRAINED = constrained.REQUESTS[:-1]
@@ -109,7 +100,6 @@ def test_drafts_change_no_token_of_a_constrained_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("llguidance")
-    monkeypatch.setattr(scheduled, "capacity_of", opened)
     monkeypatch.setattr(speculation, "MARGIN", 0.0)
     monkeypatch.setattr(DecodeGraphs, "run", counted(DecodeGraphs.run))
     folder = tmp_path / "model"

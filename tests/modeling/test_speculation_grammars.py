@@ -1,6 +1,5 @@
 """Constrained answers with drafts are those without, token by token."""
 
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -9,7 +8,6 @@ import torch
 
 from configs import grammars
 from configs.wire.sampling import FinishReason, Sampling
-from deployments.rank.host import capacity_of
 from modeling.runner.load_paged import load_paged
 from modeling.runner.paged import ModelRunner
 from scheduler import speculation
@@ -98,11 +96,3 @@ def test_drafts_change_no_token_of_a_constrained_answer(
         whole = [each for each in made if each.ending is FinishReason.LENGTH]
         assert len(whole) == len(requests) - 1
         assert min(len(each.skipped) for each in whole) >= NUM_TOKENS // 3
-
-
-def test_on_gpus_nothing_is_guessed_under_a_constraint(tmp_path: Path) -> None:
-    setup = Setup(tmp_path / "model")
-    report = load_paged(setup.config, SingleRank(), torch.device("cpu")).allocate().report
-    assert capacity_of(report).constrained_drafts
-    on_gpu = capacity_of(replace(report, device="cuda:0"))
-    assert (on_gpu.drafts, on_gpu.constrained_drafts) == (True, False)

@@ -47,8 +47,8 @@ def test_every_story_ends_well_with_drafts(story: Story, heads: int | None) -> N
 class World:
     """A scheduler over ranks that sample what a test says."""
 
-    def __init__(self, max_drafting: int = 8, constrained_drafts: bool = True) -> None:
-        capacity = Capacity(100, 4, (), 0, 1, 0, 100, constrained_drafts=constrained_drafts)
+    def __init__(self, max_drafting: int = 8) -> None:
+        capacity = Capacity(100, 4, (), 0, 1, 0, 100)
         limits = Limits(max_draft_tokens=4, max_drafting=max_drafting)
         self.scheduler = Scheduler(limits, capacity)
 
@@ -131,15 +131,6 @@ def test_requests_under_a_grammar_get_drafts_until_its_matcher_met_its_limits() 
     world.apply(first, 4, 4)
     constrained.own_matcher = True
     world.apply(second, *[5, 6, 7, 8, 9] * 2)
-    assert [len(row.drafts) for row in world.plan().rows] == [4, 0]
-
-
-def test_nothing_is_drafted_under_a_grammar_where_the_ranks_cannot_mask_it() -> None:
-    world = World(constrained_drafts=False)
-    world.add()
-    world.add(1, Sampling(grammar="start: /a*/"))
-    world.scheduler._matchers.is_ready = lambda request: True  # type: ignore[method-assign]
-    assert len(world.plan().rows) == 2
     assert [len(row.drafts) for row in world.plan().rows] == [4, 0]
 
 

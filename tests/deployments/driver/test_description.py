@@ -14,29 +14,24 @@ EAGLE3 = SpeculationConfig(kind=SpeculationKind.EAGLE3, model="heads", max_token
 
 
 @pytest.mark.parametrize(
-    ("config", "drafts", "constrained_drafts", "heads", "expected"),
+    ("config", "drafts", "heads", "expected"),
     [
-        (SpeculationConfig(), True, True, None, "none"),
-        (LOOKUP, False, True, None, "none: prompt_lookup needs a paged model"),
-        (LOOKUP, True, True, None, "prompt_lookup, up to 8 tokens"),
-        (
-            *(LOOKUP, True, False, None),
-            "prompt_lookup, up to 8 tokens; none under schemas and grammars",
-        ),
-        (MEDUSA, True, True, 3, "medusa, up to 3 tokens"),
-        (MEDUSA, False, True, None, "none: medusa needs a paged model"),
-        (EAGLE3, True, True, 4, "eagle3, up to 4 tokens"),
-        (EAGLE3, False, True, None, "none: eagle3 needs a paged model"),
+        (SpeculationConfig(), True, None, "none"),
+        (LOOKUP, False, None, "none: prompt_lookup needs a paged model"),
+        (LOOKUP, True, None, "prompt_lookup, up to 8 tokens"),
+        (MEDUSA, True, 3, "medusa, up to 3 tokens"),
+        (MEDUSA, False, None, "none: medusa needs a paged model"),
+        (EAGLE3, True, 4, "eagle3, up to 4 tokens"),
+        (EAGLE3, False, None, "none: eagle3 needs a paged model"),
     ],
 )
 def test_what_guesses_tokens(
     config: SpeculationConfig,
     drafts: bool,
-    constrained_drafts: bool,
     heads: int | None,
     expected: str,
 ) -> None:
-    capacity = Capacity(9, 4, (), 0, 1, 0, 99, drafts=drafts, constrained_drafts=constrained_drafts)
+    capacity = Capacity(9, 4, (), 0, 1, 0, 99, drafts=drafts)
     capacity = replace(capacity, draft_heads=heads)
     report = LoadReport(
         rank=0,
