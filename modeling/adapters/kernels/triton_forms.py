@@ -1,6 +1,6 @@
 """How the kernels cut a step: tables found with `python -m benchmarks.kernels --tune`."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -61,13 +61,14 @@ HALF = (
     Form(64, 8, 16, 16, Blocks(128, 2, 4), Blocks(512, 8), programs=1024, more_rows=32),
     Form(128, 8, 16, 16, Blocks(128, 2, 4), Blocks(512, 8, registers=80), programs=1024),
     Form(512, 8, 16, 8, Blocks(128, 2, 4), Blocks(256, 4, registers=80)),
-    Form(ANY, 16, 16, 4, Blocks(128, 2, 4), Blocks(256, 4, registers=80), 4096, summed=True),
+    Form(
+        *(ANY, 16, 16, 4, Blocks(128, 2, 4), Blocks(256, 4, registers=80), 4096),
+        summed=True,
+        gated=Blocks(256, 4, registers=128),
+    ),
 )
 """bfloat16 and float16. Small tiles while most of the bytes are weights, large ones when they are
 tokens; never so large that a decode row's few tokens leave most of a tile empty."""
-
-GATED = replace(HALF[-1], gated=Blocks(128, 4))
-"""With silu(gate) * up by triton_gated.py; no step takes it before it ran on a GPU."""
 
 FLOAT32 = (
     Form(512, 16, 16, 8, Blocks(64, 4, 2), Blocks(64, 4)),

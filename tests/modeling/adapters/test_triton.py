@@ -85,12 +85,11 @@ def make_bank(banks: dict[torch.dtype, AdapterBank], dtype: torch.dtype) -> Adap
     return banks[dtype]
 
 
-def make_plan(bank: AdapterBank, num_tokens: int, gated: bool = False) -> "TritonPlan":
-    """A plan with NaN in its buffers; gated: steps of many tokens join silu and deltas."""
-    from modeling.adapters.kernels.triton_forms import GATED, HALF
+def make_plan(bank: AdapterBank, num_tokens: int) -> "TritonPlan":
+    """A plan with NaN in its buffers."""
     from modeling.adapters.kernels.triton_plan import TritonPlan
 
-    plan = TritonPlan(bank, num_tokens, (*HALF[:-1], GATED) if gated else None)
+    plan = TritonPlan(bank, num_tokens)
     plan.partials.fill_(float("nan"))
     plan.sums.fill_(float("nan"))
     return plan
@@ -155,7 +154,7 @@ def test_deltas_of_gate_and_up_beside_silu(
     for num_tokens in (512, 513, 777, 2048):
         rows = mix(kind, num_tokens, longest)
         of = tokens_of(rows)
-        plan = make_plan(bank, num_tokens + 5, gated=True)
+        plan = make_plan(bank, num_tokens + 5)
         tiles = plan.update(*columns(rows))
         for layer, captured in ((0, False), (1, True), (0, True)):
             data = plan.batch(num_tokens, None if captured else tiles)
