@@ -36,9 +36,11 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-BOUND = 1e-2
-"""Of the difference's norm: inner columns and each pair's part are rounded to bfloat16, and fp8's
-tensor cores add with fewer bits than float32 has."""
+BOUND = {"mxfp4": 5e-3, "fp8": 2.5e-2}
+"""Of the difference's norm: inner columns and each pair's part are rounded to bfloat16. fp8's
+tensor cores add with fewer bits than float32 has, and of inner columns that are off by 1e-3 some
+round to the next number of fp8: 1.3e-2 in the equation. The largest on an H200 were 2.5e-3 and
+1.35e-2."""
 
 SIZES = [(2880, 2880, 8, 4), (192, 96, 5, 3), (256, 384, 16, 2), (64, 32, 3, 1)]
 """Hidden size, inner size, experts, experts of a token."""
@@ -137,7 +139,7 @@ def test_layers(
     worst = {tokens: worst_error(form, sizes, tokens, made) for tokens in TOKENS}
     with capfd.disabled():
         print(f"\n{form} {sizes} " + " ".join(f"{t}:{e:.1e}" for t, e in worst.items()))
-    assert max(worst.values()) < BOUND, worst
+    assert max(worst.values()) < BOUND[form], worst
 
 
 KINDS: dict[str, dict[str, Any]] = {
