@@ -79,7 +79,7 @@ def test_float32_gives_the_oracles_tokens(world: World, variant: str, graphs: Cu
 
 @pytest.mark.parametrize("variant", sorted(experts.ON_GPUS))
 def test_adapters_of_experts(world: World, variant: str) -> None:
-    """In half precision kernels multiply them, in captured steps too, where they were compared."""
+    """In bfloat16 kernels multiply them, in captured steps too, where they were compared."""
     said = run(world, variant, DType.FLOAT32, CudaGraphs.ALL, ROUTED)
     for answer, truth in zip(*said, strict=True):
         assert answer.tokens == truth.tokens

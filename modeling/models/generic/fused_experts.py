@@ -36,7 +36,7 @@ class FusedExperts:
 
     def __call__(self, hidden_states: Tensor, ids: Tensor, shares: Tensor) -> Tensor:
         """[tokens, hidden] to the same shape; ids, shares: [tokens, experts of one]."""
-        if not self.kernels.takes(*ids.shape, len(self.weights[0])):
+        if not self.kernels.takes(hidden_states, ids.shape[1], len(self.weights[0])):
             return self.plain(hidden_states, ids, shares)
         return self._computed(hidden_states, ids, shares, None)
 

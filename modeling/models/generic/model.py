@@ -94,7 +94,7 @@ class GenericForCausalLM(nn.Module):
         stacked = [each for each in numbers if each.dim() == 3]
         # torch's product of groups reads their sizes on the host, but for half precision.
         is_half = weights.dtype is not torch.float32
-        self.has_expert_kernels = is_half and routed.have_kernels
+        self.has_expert_kernels = weights.dtype is torch.bfloat16 and routed.have_kernels
         has_form = not stacked or (is_half and all(map(has_aligned_sides, stacked)))
         self.capturable = has_form and self.causal.config.model_type not in ANGLES_ON_HOST
         self.causal.requires_grad_(False).train(False)

@@ -58,7 +58,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> ExpertKernels:
     fakes = SimpleNamespace(
         experts=experts,
         fits=lambda up, down: True,
-        takes=lambda tokens, active, count: tokens <= MOST_TOKENS,
+        takes=lambda x, active, count: len(x) <= MOST_TOKENS,
         MOST_ADAPTED=MOST_TOKENS,
         LayerDeltas=lambda *parts: parts,
     )
