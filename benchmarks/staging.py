@@ -29,7 +29,7 @@ from configs.wire.adapters import AdapterKey, FetchedAdapter
 from modeling.adapters.bank import AdapterBank, BankSize
 from modeling.adapters.projection import Projection
 
-HOST_BYTES, CALLS, EVERY_S = 2**30, 150, 0.005
+HOST_BYTES, CALLS, EVERY_S = 2**32, 150, 0.005
 LARGEST_RANK = 16
 
 
