@@ -35,7 +35,7 @@ class FileB(NamedTuple):
 
 @dataclass(frozen=True)
 class FileFactors:
-    """The factors of an adapter that are read so.
+    """The factors of an adapter that are read from its file into pages.
 
     modules: their paths, by the index of their projection.
     of_b: one rank and scaling for each projection.

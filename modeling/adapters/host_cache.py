@@ -1,5 +1,7 @@
 """HostAdapterCache: a rank's staged adapters in the pinned pool, laid out as the device's pools.
 
+B that is read from its file directly (`file_factors.py`) lies otherwise in the same pages.
+
 A page of a projection has two matrices, A and Bt, each [layers * 8, width]. An adapter's matrices
 follow each other through its pieces of the pool in whole rows. So a matrix is one contiguous row
 range, or one for each piece that it crosses; each row range is one copy to the device.

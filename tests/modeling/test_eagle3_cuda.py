@@ -6,41 +6,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from configs.engine import AttentionKind, CudaGraphs, Device, EngineConfig
+from configs.engine import CudaGraphs
 from modeling.runner import loading
-from modeling.runner.load_paged import load_paged
-from modeling.runner.loading import pick_device
 from scheduler import speculation
-from sharding.group import SingleRank
 from tests.checkpoints import AdapterRecipe, write_adapter, write_llama
 from tests.modeling.parity import engine_config
 from tests.modeling.runner.test_graphs_cuda import WIDE
-from tests.modeling.scheduled import generate_scheduled
-from tests.modeling.stepping import Answer
+from tests.modeling.test_medusa_cuda import answers
 from tests.modeling.test_parity_eagle3 import MOST, NUM_DRAFTS, Trained
-from tests.modeling.test_parity_medusa import WatchedRanks
-from tests.modeling.test_parity_speculation import REQUESTS
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-
-
-def answers(
-    config: EngineConfig, graphs: CudaGraphs, adapters: list[Path], num_drafts: int
-) -> tuple[list[Answer], WatchedRanks]:
-    """What all requests get, and the rank that it was generated on."""
-    changes = {"device": Device.CUDA, "attention": AttentionKind.TRITON, "cuda_graphs": graphs}
-    own = config.model_copy(update=changes)
-    run = WatchedRanks(
-        lambda: load_paged(own, SingleRank(), pick_device(own.device)).allocate(),
-        adapters,
-        7,
-        None,
-        num_drafts,
-    )
-    return generate_scheduled(run, REQUESTS), run
 
 
 def test_heads_guess_as_in_plain_torch_and_change_no_token(
