@@ -167,6 +167,13 @@ MIXED_RANKS = (8, 16, 32, 64)
 INVOCATION = (5, 6)
 """The tokens that activate adapters of the kind "activated" (aLoRA)."""
 
+EXPERT_PARAMETERS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+EXPERT_WRAPPERS = (".base_layer", "")
+"""What PEFT puts between a layer's experts and the factors of each of these."""
+
+KIND_LETTERS = {"dora": "d", "activated": "v", "experts": "e"}
+"""What names of adapters of a kind begin with."""
+
 WRITERS = 4
 """Threads that write adapters: each holds one in memory."""
 
@@ -252,6 +259,13 @@ def projection_sizes(shape: str) -> dict[str, tuple[int, int]]:
     }
 
 
+def expert_sizes(shape: str) -> tuple[tuple[int, int], tuple[int, int]]:
+    """(inputs, outputs) of gate and up together, and of down, of one routed expert."""
+    config = SHAPES[shape]
+    hidden, inner = config["hidden_size"], config["moe_intermediate_size"]
+    return (hidden, 2 * inner), (inner, hidden)
+
+
 def adapter_parameters(shape: str, rank: int, ranks: int = 1) -> int:
     """Numbers in A and B over all projections, on each of so many tensor-parallel ranks."""
     row_parallel = ("o_proj", "down_proj")
@@ -268,7 +282,7 @@ def write_adapter(
 ) -> None:
     """Write a random PEFT adapter, alpha = 2 * rank; targets: "q_proj", ...; () for its TARGETS.
 
-    kind: "dora", "activated", or plain LoRA.
+    kind: "dora", "activated", "experts" (all routed experts besides), or plain LoRA.
     """
     targets = targets or TARGETS.get(shape, ())
     sizes = {
@@ -292,6 +306,12 @@ def write_adapter(
             tensors[f"{prefix}.lora_B.weight"] = noise(outputs, rank, std=0.02)
             if kind == "dora":
                 tensors[f"{prefix}.lora_magnitude_vector"] = 1 + noise(outputs, std=0.1)
+        if kind == "experts":
+            prefix = f"base_model.model.model.layers.{layer}.mlp.experts"
+            for path, (inputs, outputs) in zip(EXPERT_WRAPPERS, expert_sizes(shape), strict=True):
+                rows = config["num_experts"] * rank
+                tensors[f"{prefix}{path}.lora_A.weight"] = noise(rows, inputs, std=inputs**-0.5)
+                tensors[f"{prefix}{path}.lora_B.weight"] = noise(outputs, rows, std=0.02)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "adapter_model.safetensors")
     description = {
@@ -304,6 +324,7 @@ def write_adapter(
         "bias": "none",
         "use_dora": kind == "dora",
         "alora_invocation_tokens": list(INVOCATION) if kind == "activated" else None,
+        "target_parameters": EXPERT_PARAMETERS if kind == "experts" else None,
     }
     (folder / "adapter_config.json").write_text(json.dumps(description))
 
@@ -326,10 +347,11 @@ def recipes(
     ranks: Sequence[int] = (16,),
     dora: int = 0,
     activated: int = 0,
+    experts: int = 0,
 ) -> list[WorkloadRecipe]:
     """a0, ... of `ranks` in rotation; m0, ... of MIXED_RANKS in rotation; s0, ... small ones.
 
-    d0, ...: DoRA, v0, ...: activated LoRA, both of the first of `ranks`.
+    d0, ...: DoRA, v0, ...: activated LoRA, e0, ...: of experts too, all of the first of `ranks`.
     """
     found = [WorkloadRecipe(f"a{i}", ranks[i % len(ranks)], i) for i in range(plain)]
     kinds = len(MIXED_RANKS)
@@ -337,7 +359,8 @@ def recipes(
     found += [
         WorkloadRecipe(f"s{i}", SMALL_RANK, 1_000_000 + i, SMALL_TARGETS) for i in range(small)
     ]
-    for letter, kind, count in (("d", "dora", dora), ("v", "activated", activated)):
+    for kind, count in (("dora", dora), ("activated", activated), ("experts", experts)):
+        letter = KIND_LETTERS[kind]
         found += [
             WorkloadRecipe(f"{letter}{i}", ranks[0], 3_000_000 + i, (), kind) for i in range(count)
         ]
@@ -369,7 +392,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Write a model folder and adapters in its subfolder `adapters`.
 
     a0, a1, ... are over all projections, m0, m1, ... too, of ranks 8, 16, 32, 64 in rotation; s0,
-    s1, ... of rank 4 over q_proj and v_proj; d0, d1, ... are DoRA, v0, v1, ... activated LoRA.
+    s1, ... of rank 4 over q_proj and v_proj; d0, d1, ... are DoRA, v0, v1, ... activated LoRA, e0,
+    e1, ... are over all routed experts too.
     """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
@@ -380,11 +404,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--small-adapters", type=int, default=0)
     parser.add_argument("--dora-adapters", type=int, default=0)
     parser.add_argument("--activated-adapters", type=int, default=0)
+    parser.add_argument("--expert-adapters", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="a tokenizer that can spell JSON")
     parsed = parser.parse_args(arguments)
     write_model(parsed.folder, parsed.shape, parsed.json)
     counts = parsed.adapters, parsed.mixed_adapters, parsed.small_adapters
-    wanted = recipes(*counts, parsed.ranks, parsed.dora_adapters, parsed.activated_adapters)
+    kinds = parsed.dora_adapters, parsed.activated_adapters, parsed.expert_adapters
+    wanted = recipes(*counts, parsed.ranks, *kinds)
     written = write_adapters(parsed.folder / "adapters", parsed.shape, wanted)
     print(f"{written} adapters written, {len(wanted) - written} were there")
 

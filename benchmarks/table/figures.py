@@ -1,11 +1,12 @@
 """The figures that count: what the peer was measured at, what the machine allows, what must be met.
 
-Everything here is about the standard workload on H200s: Llama's shape in bfloat16, 512 tokens in
-and 256 out, unless a case says otherwise.
+The goals are about the standard workload on H200s: Llama's shape in bfloat16, 512 tokens in and 256
+out, unless a case says otherwise.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from benchmarks.serving import Case
 from benchmarks.table.groups import written_for
@@ -62,6 +63,7 @@ FIGURES: Mapping[tuple[str, str], Figure] = {
     ("one-gpu", "lora1-c1"): Figure(TPOT, (Goal(1.12, "base-c1"),), (6.59, 6.98)),
     ("one-gpu", "base-c64"): Figure(RATE, (Goal(1.0, PEER),), (6619, 6695)),
     ("one-gpu", "lora1-c64"): Figure(RATE, (Goal(0.90, "base-c64"),), (4768, 5360)),
+    ("one-gpu", "lora8-c64"): Figure(RATE, (Goal(0.90, "base-c64"),)),
     ("one-gpu", "lora32-c64"): Figure(RATE, (Goal(0.82, "base-c64"), Goal(2.1, PEER)), (2512,)),
     ("one-gpu", "mixed32-c64"): Figure(RATE, (Goal(0.75, "base-c64"),)),
     ("one-gpu", "base-c256"): Figure(RATE, (Goal(1.0, PEER),), (11464,)),
@@ -72,6 +74,7 @@ FIGURES: Mapping[tuple[str, str], Figure] = {
     ("two-gpus", "lora1-c1"): Figure(TPOT, (Goal(1.15, "base-c1"),), (5.29,)),
     ("two-gpus", "base-c64"): Figure(RATE),
     ("two-gpus", "lora1-c64"): Figure(RATE),
+    ("two-gpus", "lora8-c64"): Figure(RATE),
     ("two-gpus", "lora32-c64"): Figure(RATE, (Goal(1.8, PEER),), (3704,)),
     ("two-gpus", "mixed32-c64"): Figure(RATE),
     ("two-gpus", "base-c256"): Figure(RATE),
@@ -117,27 +120,47 @@ class Chip:
     flops_per_s: float
 
 
-CHIPS = {"NVIDIA H200": Chip(4.3e12, 790e12)}
+CHIPS = {"NVIDIA H200": Chip(4.3e12, 790e12), "NVIDIA H100 80GB HBM3": Chip(3.0e12, 790e12)}
 
 
 def limit(case: Case, chip: Chip, shape: str, gpus: int) -> Mapping[str, float]:
     """The least time per token and the most tokens a second that bytes and operations allow.
 
-    A step reads all weights, each row's keys and values (of the prompt and 50 % of the answer),
-    and A and B of each adapter in it; prompts cost two operations for each parameter. Launches,
-    sums between GPUs and scheduling cost nothing, prompts and steps follow each other, and GPUs
-    share everything evenly.
+    A step reads the layers and the head, each row's keys and values (of the prompt and 50 % of the
+    answer), and A and B of each adapter in it; each token costs two operations for each parameter
+    that it meets, and a prompt meets the head once. Launches, sums between GPUs and scheduling cost
+    nothing, prompts and steps follow each other, and GPUs share everything evenly.
     """
-    config = config_of(shape)
+    config, rows = config_of(shape), case.concurrency
     layers, kv = config["num_hidden_layers"], config["num_key_value_heads"] * config["head_dim"]
-    matrices = layers * sum(i * o for i, o in projection_sizes(shape).values())
-    parameters = matrices + 2 * config["vocab_size"] * config["hidden_size"]
+    head = config["vocab_size"] * config["hidden_size"]
     context = case.conversation + case.input_length + case.output_length / 2
     ranks = [recipe.rank for recipe in written_for(case.models)]
-    in_a_step = min(1.0, case.concurrency / max(1, len(ranks)))
+    in_a_step = min(1.0, rows / max(1, len(ranks)))
     adapters = in_a_step * sum(adapter_parameters(shape, rank) for rank in ranks)
-    moved = 2 * (parameters + case.concurrency * context * 2 * layers * kv + adapters)
-    step_s = moved / (chip.bytes_per_s * gpus)
-    prompt_s = case.input_length * 2 * parameters / (chip.flops_per_s * gpus)
-    answer_s = prompt_s + case.output_length * step_s / case.concurrency
+    matrices = head + layers * _layer_parameters(config, shape, _touched(config, rows))
+    moved = 2 * (matrices + rows * context * 2 * layers * kv + adapters)
+    met = layers * _layer_parameters(config, shape, config.get("num_experts_per_tok", 1))
+    bytes_per_s, flops_per_s = chip.bytes_per_s * gpus, chip.flops_per_s * gpus
+    step_s = max(moved / bytes_per_s, rows * 2 * (met + head) / flops_per_s)
+    prompt_s = 2 * (case.input_length * met + head) / flops_per_s
+    answer_s = prompt_s + case.output_length * step_s / rows
     return {TPOT: step_s * 1e3, RATE: case.output_length / answer_s}
+
+
+def _layer_parameters(config: Mapping[str, Any], shape: str, experts: float) -> float:
+    """Numbers in a layer's linear maps; of routed experts, in so many."""
+    sizes = {name: i * o for name, (i, o) in projection_sizes(shape).items()}
+    if "num_experts" not in config:
+        return sum(sizes.values())
+    attention = sum(size for name, size in sizes.items() if name.startswith("self_attn"))
+    one: int = 3 * config["hidden_size"] * config["moe_intermediate_size"]
+    router: int = config["num_experts"] * config["hidden_size"]
+    return attention + router + experts * one
+
+
+def _touched(config: Mapping[str, Any], rows: int) -> float:
+    """Of a layer's experts, those that so many tokens choose if all are as likely."""
+    count: int = config.get("num_experts", 1)
+    share: float = config.get("num_experts_per_tok", 1) / count
+    return float(count * (1 - (1 - share) ** rows))

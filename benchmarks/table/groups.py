@@ -12,7 +12,7 @@ from benchmarks.structured import Comparison
 from benchmarks.workload import MIXED_RANKS, WorkloadRecipe, recipes
 
 BASE = "base"
-PLAIN_RANK, RESIDENT, CHURNED, CHECKS = 16, 32, 128, 10
+PLAIN_RANK, RESIDENT, FEW, CHURNED, CHECKS = 16, 32, 8, 128, 10
 PAGE_ROWS = 8
 """Rank rows of one page of the server's pools."""
 
@@ -223,9 +223,14 @@ def _standard(scale: Scale) -> tuple[Play, ...]:
     plain = tuple(f"a{i}" for i in range(RESIDENT))
     mixed = tuple(f"m{i}" for i in range(RESIDENT))
     cases = standard_cases(BASE, plain)
-    cases += [Case(f"mixed{RESIDENT}-c64", mixed, 64, 0)]
+    cases += [
+        Case(f"lora{FEW}-c64", plain[:FEW], 64, 0),
+        Case(f"mixed{RESIDENT}-c64", mixed, 64, 0),
+    ]
     seconds = {1: 4.0, 64: 11.0, 256: 20.0}
-    names = "base-c1 lora1-c1 base-c64 lora32-c64 lora1-c64 mixed32-c64 base-c256 lora32-c256"
+    names = (
+        "base-c1 lora1-c1 base-c64 lora8-c64 lora32-c64 lora1-c64 mixed32-c64 base-c256 lora32-c256"
+    )
     sized = [
         replace(
             case,

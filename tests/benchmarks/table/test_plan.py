@@ -107,7 +107,7 @@ def test_every_case_has_a_figure_and_a_seed_of_its_own(scale: object) -> None:
 def test_patterns_choose_cases() -> None:
     sessions = plan(groups(FULL), ["one-gpu", "churn"], ["lora*-c64", "zipf"], None)
     assert names(sessions) == [
-        ("one-gpu", "ours", ("lora32-c64", "lora1-c64")),
+        ("one-gpu", "ours", ("lora8-c64", "lora32-c64", "lora1-c64")),
         ("churn", "ours", ("zipf",)),
     ]
 
@@ -121,7 +121,7 @@ def test_a_peer_pays_for_adapters_only_where_they_are() -> None:
     sessions = plan(groups(FULL), ["peer"], ["*-c64", "base-c1"], PEER)
     assert names(sessions) == [
         ("one-gpu", "peer", ("base-c1", "base-c64")),
-        ("one-gpu", "peer", ("lora32-c64", "lora1-c64", "system32-c64")),
+        ("one-gpu", "peer", ("lora8-c64", "lora32-c64", "lora1-c64", "system32-c64")),
         ("one-gpu", "peer", ("mixed32-c64",)),
     ]
     assert [s.template for s in sessions] == [PEER.base, PEER.adapters, PEER.adapters]
@@ -162,7 +162,8 @@ def test_what_the_results_hold_is_not_played_again(tmp_path: Path) -> None:
     sessions = plan(groups(FULL), ["one-gpu"], ["base-c1", "*-c64"], None)
     left = unmeasured(sessions, Results(tmp_path / "results.jsonl"), setup)
     [(_, _, cases)] = names(left)
-    assert cases == ("base-c1", "base-c64", "lora1-c64", "mixed32-c64", "system32-c64")
+    rest = ("lora8-c64", "lora1-c64", "mixed32-c64", "system32-c64")
+    assert cases == ("base-c1", "base-c64", *rest)
     arguments = ("--only", "one-gpu", "--cases", "lora32-c64")
     assert sessions_of(parsed(*arguments, "--device", "cpu", "--again"), results)
     assert sessions_of(parsed(*arguments, "--device", "cpu"), results)
