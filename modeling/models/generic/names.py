@@ -8,10 +8,8 @@ here the list is read backwards, so that only a rank's part of each tensor is re
 import re
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -22,43 +20,8 @@ from transformers.core_model_loading import (
 )
 
 from configs.architectures.base import ArchitectureError
+from modeling.models.generic.stacked_experts import StackedExperts
 from modeling.quantisation.stored_fp8 import SCALES
-from sharding.loader import Weights
-from sharding.slicing import Segments, width
-
-
-@dataclass
-class StackedExperts:
-    """One matrix for each expert, or several that lie below each other: parts[i][expert]."""
-
-    parts: dict[int, dict[int, str]] = field(default_factory=lambda: defaultdict(dict))
-
-    def read(
-        self,
-        weights: Weights,
-        shape: tuple[int, ...],
-        rows: Segments,
-        columns: Segments,
-        experts: range | None = None,
-    ) -> Tensor:
-        """[experts, rows, columns] of the whole `shape`; rows: of all parts together.
-
-        experts: those to read; None: all.
-        """
-        count, height, wide = shape
-        experts = range(count) if experts is None else experts
-        each = height // len(self.parts)
-        made = weights.empty(len(experts), width(rows), width(columns))
-        start = 0
-        for part in sorted(self.parts):
-            own = within(rows, part * each, each)
-            stop = start + width(own)
-            names = self.parts[part]
-            for index, expert in enumerate(experts):
-                made[index, start:stop] = weights.read(names[expert], (each, wide), own, columns)
-            weights.leave(*(name for expert, name in names.items() if expert not in experts))
-            start = stop
-        return made
 
 
 class SourceNames:
@@ -115,9 +78,3 @@ def _check(converter: Any) -> None:
                 f"tensors {', '.join(converter.source_patterns)} are stored in a way that is not "
                 "served paged: save the model anew with transformers 5"
             )
-
-
-def within(segments: Segments, start: int, size: int) -> Segments:
-    """Return the segments' indices of start .. start + size - 1, counted from start."""
-    cut = ((max(a, start) - start, min(b, start + size) - start) for a, b in segments)
-    return tuple((a, b) for a, b in cut if a < b)

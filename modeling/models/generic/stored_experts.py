@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from configs.architectures.base import ArchitectureError
-from modeling.models.generic.names import StackedExperts, within
+from modeling.models.generic.stacked_experts import StackedExperts, within
 from modeling.quantisation import mxfp4
 from modeling.quantisation.base import QuantisedWeight
 from modeling.quantisation.fp8 import BlockFp8Weight
