@@ -9,19 +9,22 @@ answer (greedy; the demo's answers are those of transformers + PEFT), and measur
 case, with what it depends on. `kill`: SIGKILL of a rank, a driver, an ingress and the HTTP front,
 and SIGSTOP of a rank, under `--rate` requests a second: `back_s` is from the blow to the first
 token of a request sent after it. `empty`: the start of an empty Serve application, before all else.
-All other cases have one server, whose end is measured too. `scale`: to a second replica, `zero`:
-from none to the first answer. `--tokens` bounds the answers of a model that never ends them. `soak`
-kills a random process each 15 to 21 s on two driver replicas, and exits with 1 unless every answer
-was right.
+All other cases have one server, whose end is measured too; kills come first. `scale`: to a second
+replica, `zero`: from none to the first answer, `cold`: first tokens of all adapters at once, then
+of some beside a full batch. `--tokens` bounds the answers of a model that never ends them. A case
+that fails is a line with its error, and the others follow. `soak` kills a random process each 15 to
+21 s on two driver replicas. Exits with 1 unless every answer was right.
 """
 
 import argparse
 import asyncio
 import json
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -66,41 +69,61 @@ def adapters_of(server: RecoveryServer) -> list[str]:
     return [row["id"] for row in rows]
 
 
-def measure(
-    server: RecoveryServer, parsed: argparse.Namespace, names: Sequence[str]
-) -> Iterator[dict[str, Any]]:
-    """All cases, on one server."""
-    try:
-        ready = server.start()
-        if "start" in names:
-            yield {"case": "start", "seconds": ready.seconds}
-        names = [name for name in names if name != "start"]
-        adapters = parsed.adapters or adapters_of(server)
-        if set(names) <= {"cold"}:
-            # Nothing is answered before: the first requests find adapters that were never seen.
-            questions = [Question(PROMPTS[0], adapter, "") for adapter in adapters]
+class Measuring:
+    """The cases on one server that runs."""
+
+    def __init__(self, server: RecoveryServer, parsed: argparse.Namespace) -> None:
+        self._server = server
+        self._parsed = parsed
+        self._adapters = parsed.adapters or adapters_of(server)
+
+    @cached_property
+    def _questions(self) -> list[Question]:
+        found = questions_of(self._server, self._adapters, self._parsed.tokens)
+        require_right(found, self._parsed.answers)
+        return found
+
+    def case(self, name: str) -> Iterator[dict[str, Any]]:
+        """Measure a case; name: of CASES, or of a blow."""
+        if name == "cold":
+            # Where it is the first case, nothing was answered before: no adapter was seen.
+            seen = [Question(PROMPTS[0], adapter, "") for adapter in self._adapters]
+            yield from cases.cold(self._server, seen)
+        elif name == "scale":
+            yield from cases.scale(self._server)
+        elif name == "zero":
+            yield from cases.zero(self._server, self._questions)
+        elif name == "soak":
+            rate, minutes = self._parsed.rate, self._parsed.minutes
+            yield asyncio.run(soak(self._server, self._questions, rate, minutes))
         else:
-            questions = questions_of(server, adapters, parsed.tokens)
-        if (
-            parsed.answers is not None
-            and not set(names) <= {"cold"}
-            and (wrong := wrong_answers(questions, parsed.answers))
-        ):
-            raise SystemExit("these answers are wrong before any kill:\n" + "\n".join(wrong))
+            rate, before = self._parsed.rate, self._parsed.before
+            yield cases.kill(self._server, self._questions, rate, before, name)
+
+
+def measure(server: RecoveryServer, parsed: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Measure all cases on one server; a fault in one is a line, and does not end the others."""
+    names = [name for name in parsed.cases if name not in ("empty", "start", "kill")]
+    if "kill" in parsed.cases:
+        names[:0] = parsed.blows
+    try:
+        yield {"case": "start", "seconds": server.start().seconds}
+        measuring = Measuring(server, parsed)
         for name in names:
-            if name == "kill":
-                yield from cases.kill(server, questions, parsed.rate, parsed.blows)
-            elif name == "scale":
-                yield from cases.scale(server)
-            elif name == "zero":
-                yield from cases.zero(server, questions)
-            elif name == "cold":
-                yield from cases.cold(server, questions)
-            else:
-                yield asyncio.run(soak(server, questions, parsed.rate, parsed.minutes))
+            try:
+                yield from measuring.case(name)
+            except Exception as fault:
+                yield {"case": name, "error": repr(fault)[:300]}
     finally:
         stopped = server.stop()
     yield {"case": "stop", "seconds": rounded(stopped)}
+
+
+def require_right(questions: Sequence[Question], truth: Path | None) -> None:
+    """Exit if an answer differs from the file's before any kill."""
+    wrong = wrong_answers(questions, truth) if truth is not None else []
+    if wrong:
+        raise SystemExit("these answers are wrong before any kill:\n" + "\n".join(wrong))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -113,26 +136,33 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, help="most tokens of an answer; default: no bound")
     parser.add_argument("--rate", type=float, default=4.0, help="requests a second")
     parser.add_argument(
+        "--before", type=float, default=cases.BEFORE_S, help="seconds before a kill"
+    )
+    parser.add_argument(
         "--blows", nargs="+", choices=cases.BLOWS, default=[*cases.BLOWS], help="of the kills"
     )
+    parser.add_argument("--folder", type=Path, help="of the server's log; default: a temporary one")
     parser.add_argument("--port", type=int, default=8123)
     parser.add_argument("--minutes", type=float, default=60.0, help="of the soak")
     parsed = parser.parse_args(arguments)
     config = yaml.safe_load(parsed.config.read_text())
     if parsed.answers is None and parsed.config == Path("serve_config.yaml"):
         parsed.answers = Path("configs/demo/answers.json")
+    # `timeout` ends the server too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     bad = False
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = parsed.folder or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        if "empty" in parsed.cases:
+            row = {"case": "empty", "seconds": empty_start(folder, parsed.port)}
+            print(json.dumps(row), flush=True)
         drivers = 2 if "soak" in parsed.cases else 1
         changed = with_replicas(config, drivers, ingresses=2)
-        server = RecoveryServer(changed, Path(folder), parsed.port)
-        if "empty" in parsed.cases:
-            row = {"case": "empty", "seconds": empty_start(Path(folder), parsed.port)}
-            print(json.dumps(row), flush=True)
-            parsed.cases.remove("empty")
-        for row in measure(server, parsed, parsed.cases):
+        server = RecoveryServer(changed, folder, parsed.port)
+        for row in measure(server, parsed) if parsed.cases != ["empty"] else ():
             print(json.dumps({**row, **conditions(config)}), flush=True)
-            bad |= bool(row.get("wrong") or row.get("lost") or row.get("unexpected"))
+            bad |= any(row.get(each) for each in ("wrong", "lost", "unexpected", "error"))
     sys.exit(1 if bad else 0)
 
 
