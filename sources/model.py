@@ -23,7 +23,7 @@ class ModelNotFound(ValueError):
 
 def fetch_model(config: ModelConfig) -> Path:
     """Return the base model's folder: a path, a path beside the package, or a download."""
-    folder = _local_folder(config)
+    folder = local_folder(config)
     if folder is not None:
         return folder
     patterns = _patterns(config)
@@ -43,7 +43,7 @@ def fetch_model(config: ModelConfig) -> Path:
 
 def fetch_model_config(config: ModelConfig) -> Path:
     """Return a folder with the base model's config.json, and perhaps nothing else."""
-    folder = _local_folder(config)
+    folder = local_folder(config)
     if folder is not None:
         return folder
     try:
@@ -70,7 +70,8 @@ def _is_in_s3(config: ModelConfig) -> bool:
     return config.id.startswith(SCHEME)
 
 
-def _local_folder(config: ModelConfig) -> Path | None:
+def local_folder(config: ModelConfig) -> Path | None:
+    """Return the folder that the base model's id names on this node, if it is one."""
     for folder in (Path(config.id), PACKAGE_ROOT / config.id):
         if (folder / _CONFIG).is_file():
             return folder.resolve()

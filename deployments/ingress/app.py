@@ -100,11 +100,12 @@ def build_app(
 
 
 def _closing(engine: EngineClient, lifespan: Lifespan | None) -> Lifespan:
-    """The lifespan, with the end of the engine's own processes."""
+    """The lifespan, with the begin and the end of the engine's own processes."""
 
     @asynccontextmanager
     async def whole(app: FastAPI) -> AsyncIterator[None]:
         async with lifespan(app) if lifespan is not None else nullcontext():
+            engine.read_ahead()
             try:
                 yield
             finally:

@@ -43,6 +43,7 @@ from deployments.ingress.http.errors import EngineLost, RequestError
 from deployments.ingress.text.tokenizer import ModelTokenizer
 from deployments.observability.logs import hand_logs_to_serve
 from deployments.observability.lorax_metrics import RequestMetrics
+from sources.model import local_folder
 
 _NO_DRIVER = "no driver is reachable now: try again"
 _FAILED = "the engine failed to run this request: send it again"
@@ -231,7 +232,7 @@ class IngressFront:
 
 def _settings(config: ServeConfig, peers: ReplicaCount, bases: frozenset[str]) -> IngressSettings:
     engine = config.engine
-    trusts = engine.model.trust_remote_code
+    trusts, folder = engine.model.trust_remote_code, local_folder(engine.model)
     return IngressSettings(
         default_source=engine.adapters.default_source,
         max_stop_sequences=engine.limits.max_stop_sequences,
@@ -246,6 +247,7 @@ def _settings(config: ServeConfig, peers: ReplicaCount, bases: frozenset[str]) -
         replicas=peers.count,
         loopback=_front_is_loopback(),
         read_text=partial(ModelTokenizer.load, trust_remote_code=trusts),
+        model_folder=None if folder is None else str(folder),
         bases=bases,
     )
 

@@ -65,6 +65,7 @@ class IngressSettings:
     clock: in seconds, for quotas and caches.
     loopback: whether the server can be reached from its own machine only.
     read_text: reads the tokenizer in a folder.
+    model_folder: the model's files, where they are here before a driver names them.
     bases: the names of all base models behind this address, if there are several.
     """
 
@@ -88,6 +89,7 @@ class IngressSettings:
     clock: Clock = time.monotonic
     loopback: bool = False
     read_text: Callable[[str], ModelTokenizer] = ModelTokenizer.load
+    model_folder: str | None = None
     bases: frozenset[str] = frozenset()
 
 
@@ -175,7 +177,12 @@ class EngineClient:
         self._calls: WeakSet[EngineCall] = WeakSet()
         self._ended: Callable[[], RequestError] | None = None
         self._unreadable: str | None = None
-        self._reading: asyncio.Task[ModelTokenizer] | None = None
+        self._reading: dict[str, asyncio.Task[ModelTokenizer]] = {}
+
+    def read_ahead(self) -> None:
+        """Begin to read the tokenizer, which takes seconds, while the driver starts."""
+        if self.settings.model_folder is not None:
+            self._read(self.settings.model_folder)
 
     @property
     def latest(self) -> EngineInfo | None:
@@ -253,17 +260,20 @@ class EngineClient:
         if self._served is not None:
             return self._served.tokenizer
         if self._unreadable is None:
-            if self._reading is None:
-                # It takes seconds, and a caller that leaves must not make the next one begin anew.
-                work = asyncio.to_thread(self.settings.read_text, info.tokenizer)
-                self._reading = asyncio.create_task(work)
             try:
-                return await asyncio.shield(self._reading)
+                # A caller that leaves must not make the next one begin anew.
+                return await asyncio.shield(self._read(info.tokenizer))
             except (OSError, ValueError, subprocess.TimeoutExpired) as fault:
                 logger.exception("the tokenizer cannot be read: no text can be served")
                 self._unreadable = str(fault)
         # Not read again for each request: the files do not change.
         raise RequestError(ErrorKind.UNAVAILABLE, self._unreadable)
+
+    def _read(self, folder: str) -> asyncio.Task[ModelTokenizer]:
+        if folder not in self._reading:
+            work = asyncio.to_thread(self.settings.read_text, folder)
+            self._reading[folder] = asyncio.create_task(work)
+        return self._reading[folder]
 
 
 def stop_ids(info: EngineInfo, ignored: bool | None) -> tuple[int, ...]:

@@ -81,6 +81,31 @@ def test_callers_that_leave_do_not_have_the_tokenizer_read_again(
     asyncio.run(story())
 
 
+def test_a_tokenizer_is_read_before_the_driver_answers(driver: FakeDriver, tmp_path: Path) -> None:
+    """Once, if the driver names the same folder."""
+    read: list[str] = []
+
+    def reading(folder: str) -> ModelTokenizer:
+        read.append(folder)
+        return ModelTokenizer.load(folder)
+
+    async def story(ahead: str) -> None:
+        settings = IngressSettings(clock=Clock(), read_text=reading, model_folder=ahead)
+        engine = EngineClient(
+            driver, RequestInboxes(), lambda: ReplyAddress("h", 1, "hush"), settings
+        )
+        engine.read_ahead()
+        while not read:
+            await asyncio.sleep(0.01)
+        assert await engine.info() is driver.info
+
+    asyncio.run(story(driver.info.tokenizer))
+    assert read == [driver.info.tokenizer]
+    read.clear()
+    asyncio.run(story(str(tmp_path / "another")))
+    assert read == [str(tmp_path / "another"), driver.info.tokenizer]
+
+
 def test_an_unsupported_tokenizer_is_reported_and_read_once(
     driver: FakeDriver, tmp_path: Path
 ) -> None:
