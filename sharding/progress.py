@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 logger = logging.getLogger("loray.progress")
@@ -49,3 +50,11 @@ def counted(what: str, items: Sequence[T]) -> Iterator[T]:
     for item in items:
         yield item
         progress.add()
+
+
+@contextmanager
+def timed(part: str) -> Iterator[None]:
+    """Log what a part of a start took, once it has ended."""
+    began = time.monotonic()
+    yield
+    logger.info("start: %s: %.2f s", part, time.monotonic() - began)

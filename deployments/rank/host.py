@@ -23,6 +23,7 @@ from modeling.runner.select import load_runner
 from modeling.runner.shared import BaseRunner, LoadedRunner
 from sharding.connect import connect
 from sharding.group import TensorParallel
+from sharding.progress import timed
 
 _LIBRARY_BYTES = 2**28
 
@@ -85,7 +86,8 @@ class RankHost:
         device = self._enter_thread()
         warn_of_other_kernels(device)
         size, all_reduce = self._config.tensor_parallel, self._config.all_reduce
-        self._group = connect(store, self._rank, size, device, timeout_s, all_reduce)
+        with timed("connecting the ranks"):
+            self._group = connect(store, self._rank, size, device, timeout_s, all_reduce)
         # With an ordinal, this process sees GPUs of other ranks, too, and must not use them.
         spread = self._cuda_ordinal is None
         self._loaded = load_runner(self._config, self._group, device, spread)

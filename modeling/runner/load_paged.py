@@ -49,7 +49,7 @@ from modeling.sampling.grammars import Grammars
 from modeling.sampling.prompt_scores import PromptReader
 from modeling.transfer import StepClock
 from sharding.group import TensorParallel
-from sharding.progress import counted
+from sharding.progress import counted, timed
 from sources.model import fetch_model
 
 logger = logging.getLogger("loray.modeling")
@@ -65,7 +65,8 @@ def load_paged(config: EngineConfig, group: TensorParallel, device: torch.device
     """
     with on_device(device):
         kernel = select_kernel(device)
-        weights = load_model(config, group, device)
+        with timed("weights"):
+            weights = load_model(config, group, device)
         model = weights.model
         grammars = Grammars(lambda: fetch_model(config.model), model.vocab_size)
         cache, attention = choose_cache(config, weights, group)
@@ -79,14 +80,15 @@ def load_paged(config: EngineConfig, group: TensorParallel, device: torch.device
         whole = copy_bytes(model.projections, model.dtype)
         copies = vocabulary_copies(config.adapters, whole, memory)
         size = bank_size(config.adapters, pages, copies, experts)
-        bank = AdapterBank(
-            model.projections,
-            size,
-            model.dtype,
-            device,
-            model.base_tensors(),
-            base_linears(cast(nn.Module, model)),
-        )
+        with timed("adapter pools"):
+            bank = AdapterBank(
+                model.projections,
+                size,
+                model.dtype,
+                device,
+                model.base_tensors(),
+                base_linears(cast(nn.Module, model)),
+            )
         plan = kernel.plan(bank, config.limits.max_step_tokens) if kernel.plan and pages else None
     return LoadedPaged(
         PagedParts(
@@ -160,7 +162,10 @@ class LoadedPaged(LoadedRunner):
             return cpu_blocks(parts.size, block_bytes)
         with on_device(parts.device):
             # Free memory is read last: the two measurements have freed what they took by then.
-            taken = self._step_peak() + self._graph_bytes()
+            with timed("largest step"):
+                taken = self._step_peak()
+            with timed("largest graphs"):
+                taken += self._graph_bytes()
             if parts.drafter is not None:
                 taken += parts.drafter.scratch_bytes
             try:
@@ -187,10 +192,12 @@ class LoadedPaged(LoadedRunner):
             buffers, graphs = self._buffers(num_blocks), NO_GRAPHS
             if self.parts.device.type == "cuda":
                 # Warm up first: a capture must not meet a kernel that is still to be compiled.
-                self._warm_up(self._runner(num_blocks, buffers), num_blocks)
+                with timed("warm-up steps"):
+                    self._warm_up(self._runner(num_blocks, buffers), num_blocks)
                 graphs = self._capture(buffers, self._graph_sizes(), num_blocks)
                 if record:
-                    _record_all(graphs)
+                    with timed("CUDA graphs"):
+                        _record_all(graphs)
             return self._runner(num_blocks, buffers, graphs)
 
     def _runner(

@@ -1,10 +1,11 @@
 """Lines about the progress of a start: what, how much, how long is left."""
 
 import logging
+import re
 
 import pytest
 
-from sharding.progress import Progress, counted
+from sharding.progress import Progress, counted, timed
 
 
 def test_a_line_every_two_seconds(caplog: pytest.LogCaptureFixture) -> None:
@@ -30,3 +31,10 @@ def test_a_short_part_is_silent(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         assert list(counted("sizes", (3, 2, 1))) == [3, 2, 1]
     assert caplog.messages == []
+
+
+def test_a_part_of_a_start_is_timed(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO), timed("weights"):
+        pass
+    [line] = caplog.messages
+    assert re.fullmatch(r"start: weights: \d+\.\d\d s", line)
