@@ -84,9 +84,11 @@ def test_callers_that_leave_do_not_have_the_tokenizer_read_again(
 def test_a_tokenizer_is_read_before_the_driver_answers(driver: FakeDriver, tmp_path: Path) -> None:
     """Once, if the driver names the same folder."""
     read: list[str] = []
+    begun = threading.Event()
 
     def reading(folder: str) -> ModelTokenizer:
         read.append(folder)
+        begun.set()
         return ModelTokenizer.load(folder)
 
     async def story(ahead: str) -> None:
@@ -95,13 +97,13 @@ def test_a_tokenizer_is_read_before_the_driver_answers(driver: FakeDriver, tmp_p
             driver, RequestInboxes(), lambda: ReplyAddress("h", 1, "hush"), settings
         )
         engine.read_ahead()
-        while not read:
-            await asyncio.sleep(0.01)
+        assert await asyncio.to_thread(begun.wait, PATIENCE)
         assert await engine.info() is driver.info
 
     asyncio.run(story(driver.info.tokenizer))
     assert read == [driver.info.tokenizer]
     read.clear()
+    begun.clear()
     asyncio.run(story(str(tmp_path / "another")))
     assert read == [str(tmp_path / "another"), driver.info.tokenizer]
 
