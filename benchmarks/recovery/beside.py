@@ -36,11 +36,16 @@ def read_streams(url: str, body: dict[str, Any], count: int, end: float) -> list
     return asyncio.run(_read_streams(url, body, count, end))
 
 
+def begin() -> None:
+    """Have a process import what `read_streams` needs; the other processes get this call too."""
+    time.sleep(BEGIN_S / 10)
+
+
 async def _read_streams(url: str, body: dict[str, Any], count: int, end: float) -> list[list[Gap]]:
     connector, limit = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(connector=connector, timeout=limit) as session:
         found = await asyncio.gather(*(_gaps(session, url, body, end) for _ in range(count)))
-    return [gaps for gaps in found if gaps is not None]
+    return [gaps for gaps in found if gaps]
 
 
 async def _gaps(
@@ -75,8 +80,10 @@ async def beside(
         "inputs": prompt,
         "parameters": {"max_new_tokens": tokens, "ignore_eos_token": True},
     }
-    loop, began = asyncio.get_running_loop(), time.monotonic()
+    loop = asyncio.get_running_loop()
     with ProcessPoolExecutor(CLIENTS, get_context("spawn")) as pool:
+        await asyncio.gather(*(loop.run_in_executor(pool, begin) for _ in range(CLIENTS)))
+        began = time.monotonic()
         own = (f"{url}/generate_stream", body, STREAMS // CLIENTS, began + LONGEST_S)
         reading = [loop.run_in_executor(pool, read_streams, *own) for _ in range(CLIENTS)]
         await asyncio.sleep(BEGIN_S + QUIET_S)
