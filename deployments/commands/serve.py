@@ -41,6 +41,7 @@ _READY_SECONDS = 900.0
 _FRONT_SECONDS = 300.0
 _REPLY_SECONDS = 10.0
 _TICK_SECONDS = 0.1
+_BEGAN = time.monotonic()
 _LOGS = "See /tmp/ray/session_latest/logs; start the command again"
 
 
@@ -271,4 +272,5 @@ def _fetch_info(url: str, leaving: Event) -> dict[str, Any]:
 
 
 def _log(line: str) -> None:
-    print(f"[loray {os.getpid()}] {line}", flush=True)
+    """Print a line with the seconds since the command began."""
+    print(f"[loray {os.getpid()}] {time.monotonic() - _BEGAN:5.1f} s  {line}", flush=True)
