@@ -10,6 +10,7 @@ import bisect
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
@@ -17,6 +18,9 @@ import torch
 from torch import Tensor
 
 from modeling.transfer import DeviceEvent
+
+_CLEARING = 8
+"""Threads that clear memory before it is pinned."""
 
 
 class PinnedPool:
@@ -133,6 +137,9 @@ def _pin(memory: Tensor) -> Callable[[], None]:
     """
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     address, num_bytes = memory.data_ptr(), memory.nbytes
+    # Pinning would have the system give and clear one page after the other, on one thread.
+    with ThreadPoolExecutor(_CLEARING) as pool:
+        list(pool.map(Tensor.zero_, memory.chunk(_CLEARING)))
     code = int(runtime.cudaHostRegister(address, num_bytes, 0))
     if code != 0:
         raise ValueError(
