@@ -18,6 +18,8 @@ THROUGHPUT_ENVIRONMENT = {
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
     # A proxy that died is replaced after three failed checks; Serve would check every 10 s.
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
+    # A replica that does not answer would keep its GPUs for `request_timeout_s` more.
+    "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
     # How long a client may be silent in the middle of its request; Serve allows an hour.
     "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": "30",
     # Serve's own folder belongs to its first user: others could not start HAProxy.

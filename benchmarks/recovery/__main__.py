@@ -139,7 +139,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--before", type=float, default=cases.BEFORE_S, help="seconds before a kill"
     )
     parser.add_argument(
-        "--blows", nargs="+", choices=cases.BLOWS, default=[*cases.BLOWS], help="of the kills"
+        "--blows",
+        nargs="+",
+        choices=cases.BLOWS,
+        default=[blow for blow in cases.BLOWS if blow not in cases.SLOW_BLOWS],
+        help="of the kills",
     )
     parser.add_argument("--folder", type=Path, help="of the server's log; default: a temporary one")
     parser.add_argument("--port", type=int, default=8123)

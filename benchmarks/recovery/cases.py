@@ -18,7 +18,7 @@ from benchmarks.recovery.load import Load, Question, back_after, rounded, summar
 from benchmarks.recovery.server import RecoveryServer, until
 from benchmarks.serving import percentile
 
-BEFORE_S, AFTER_S = 5.0, 5.0
+BEFORE_S, AFTER_S = 5.0, 3.0
 BACK_S = 300.0
 FIRST_TOKENS = 4
 BLOWS = {
@@ -29,8 +29,11 @@ BLOWS = {
     "controller": ("controller", signal.SIGKILL),
     "manager": ("manager", signal.SIGKILL),
     "hang": ("rank", signal.SIGSTOP),
+    "driver-hang": ("driver", signal.SIGSTOP),
 }
 """What is struck, and by which signal."""
+SLOW_BLOWS = {"driver-hang"}
+"""Serve notices them after a minute or two."""
 
 Row = dict[str, Any]
 
