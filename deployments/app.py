@@ -85,6 +85,8 @@ def _shared(config: ServeConfig | BasesConfig) -> dict[str, Any]:
         "max_ongoing_requests": config.max_ongoing_requests,
         "graceful_shutdown_timeout_s": config.request_timeout_s,
         "graceful_shutdown_wait_loop_s": 0.5,
+        # Serve learns of a death by this alone; its default is 10 s.
+        "health_check_period_s": 1.0,
         **_logging(config.observability),
     }
 
