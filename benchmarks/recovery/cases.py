@@ -73,14 +73,14 @@ def kill(
 
 
 def scale(server: RecoveryServer) -> Iterator[Row]:
-    """From a changed config to a second replica; `asked_s`: what the command itself takes."""
+    """From a changed config to a second replica; `command_s`: what the command itself takes."""
     until(lambda: is_healthy(server))
     began = time.monotonic()
     server.scale(2)
-    asked = rounded(time.monotonic() - began)
+    command_s = rounded(time.monotonic() - began)
     until(lambda: replicas(server) == 2)
     seconds = rounded(time.monotonic() - began)
-    yield {"case": "scale", "what": "1 to 2", "seconds": seconds, "asked_s": asked}
+    yield {"case": "scale", "what": "1 to 2", "seconds": seconds, "command_s": command_s}
 
 
 def zero(server: RecoveryServer, questions: Sequence[Question]) -> Iterator[Row]:

@@ -9,7 +9,13 @@ from torch import nn
 
 from configs.adapters import AdaptersConfig
 from configs.engine import AttentionKind, EngineConfig
-from modeling.adapters.bank import AdapterBank, copy_bytes, linear_bytes, page_bytes
+from modeling.adapters.bank import (
+    AdapterBank,
+    BankSize,
+    copy_bytes,
+    linear_bytes,
+    page_bytes,
+)
 from modeling.adapters.kernels.select import select_kernel
 from modeling.adapters.linear import base_linears
 from modeling.adapters.norms import AdaptedNorms
@@ -65,8 +71,7 @@ def load_paged(config: EngineConfig, group: TensorParallel, device: torch.device
     """
     with on_device(device):
         kernel = select_kernel(device)
-        with timed("weights"):
-            weights = load_model(config, group, device)
+        weights = load_model(config, group, device)
         model = weights.model
         grammars = Grammars(lambda: fetch_model(config.model), model.vocab_size)
         cache, attention = choose_cache(config, weights, group)
@@ -80,15 +85,7 @@ def load_paged(config: EngineConfig, group: TensorParallel, device: torch.device
         whole = copy_bytes(model.projections, model.dtype)
         copies = vocabulary_copies(config.adapters, whole, memory)
         size = bank_size(config.adapters, pages, copies, experts)
-        with timed("adapter pools"):
-            bank = AdapterBank(
-                model.projections,
-                size,
-                model.dtype,
-                device,
-                model.base_tensors(),
-                base_linears(cast(nn.Module, model)),
-            )
+        bank = _bank(model, size, device)
         plan = kernel.plan(bank, config.limits.max_step_tokens) if kernel.plan and pages else None
     return LoadedPaged(
         PagedParts(
@@ -113,6 +110,12 @@ def load_paged(config: EngineConfig, group: TensorParallel, device: torch.device
             drafter=_drafter(config, read_eagle3(config, model, group), model, cache),
         )
     )
+
+
+@timed("adapter pools")
+def _bank(model: PagedModel, size: BankSize, device: torch.device) -> AdapterBank:
+    rows, linears = model.base_tensors(), base_linears(cast(nn.Module, model))
+    return AdapterBank(model.projections, size, model.dtype, device, rows, linears)
 
 
 def _drafter(

@@ -35,6 +35,7 @@ from sharding.checkpoint import Checkpoint, DummySource, open_checkpoint
 from sharding.group import TensorParallel
 from sharding.linear_weight import LinearWeight
 from sharding.loader import Weights
+from sharding.progress import timed
 from sources.model import fetch_model
 
 SPREAD_ON = ("cpu",)
@@ -86,6 +87,7 @@ def pick_device(wanted: Device) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
+@timed("weights")
 def load_model(config: EngineConfig, group: TensorParallel, device: torch.device) -> LoadedModel:
     """Read this rank's share of the model that `config.model` names."""
     started = time.monotonic()
