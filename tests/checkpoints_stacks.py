@@ -1,5 +1,6 @@
 """Tiny random models that read images too, whose decoders are served for text."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,11 @@ STACKS: dict[str, dict[str, Any]] = {
         "text_config": {**_TEXT, **_rope([1, 1, 2]), "head_dim": 8},
         "vision_config": _QWEN_VISION,
     },
+    "qwen2_5_vl_flat": {
+        "model_type": "qwen2_5_vl",
+        "text_config": {**_TEXT, **_rope([1, 1, 2]), "head_dim": 8},
+        "vision_config": _QWEN_VISION,
+    },
     "internvl": {
         "text_config": {**_TEXT, "model_type": "qwen2", "head_dim": 8},
         "vision_config": {**_VISION, "image_size": [28, 28], "patch_size": [14, 14]},
@@ -116,10 +122,10 @@ STACKS: dict[str, dict[str, Any]] = {
 """Fields of each kind's config."""
 
 
-def write_stack(folder: Path, kind: str) -> Path:
+def write_stack(folder: Path, variant: str) -> Path:
     """Write a tiny random model of a kind into `folder` and return it."""
-    fields = dict(STACKS[kind])
-    kind = fields.pop("model_type", kind)
+    fields = dict(STACKS[variant])
+    kind = fields.pop("model_type", variant)
     config = CONFIG_MAPPING[kind](**{**fields, "image_token_id": 90, "image_token_index": 90})
     auto: Any = AutoModelForImageTextToText
     with torch.random.fork_rng(devices=[]):
@@ -129,7 +135,19 @@ def write_stack(folder: Path, kind: str) -> Path:
             randomise(name, parameter)
         model.tie_weights()
     model.save_pretrained(folder)
+    if variant.endswith("_flat"):
+        _flatten(folder / "config.json")
     return folder
+
+
+def _flatten(path: Path) -> None:
+    """Put the decoder's fields beside the others, and rope's as transformers 4 had them."""
+    fields = json.loads(path.read_text(encoding="utf-8"))
+    text = fields.pop("text_config")
+    rope = text.pop("rope_parameters")
+    text["rope_theta"] = rope["rope_theta"]
+    text["rope_scaling"] = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+    path.write_text(json.dumps({**text, **fields}), encoding="utf-8")
 
 
 LANGUAGE = rf".*(?:language|text)_model.*\.({'|'.join((*COLUMNS, *ROWS))})"

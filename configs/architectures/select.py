@@ -115,7 +115,7 @@ def _parse(config: Mapping[str, Any]) -> ModelArchitecture:
             return generic.parse(name, config)
         if classifiers.is_classifier(name):
             return _classifier(name, config)
-        if name.endswith(text_stack.SUFFIX) and "text_config" in config:
+        if text_stack.is_text_stack(name, config):
             return _text_stack(name, config)
     raise _unsupported(names)
 
@@ -171,7 +171,7 @@ def model_task(folder: Path) -> ModelTask:
 
 def vocab_size(folder: Path) -> int:
     """Return how many token ids the model of a folder knows."""
-    return int(_of_decoder(folder / "config.json", "vocab_size"))
+    return load_architecture(folder).vocab_size
 
 
 def _of_decoder(path: Path, key: str) -> Any:

@@ -54,12 +54,68 @@ _TYPES = {"qwen2_5_vl_text": "qwen2", "qwen2_vl_text": "qwen2", "qwen3_vl_text":
 _CAPPED = frozenset({"gemma4_text", "gemma4_unified_text"})
 """Decoders that are capped by their larger models too."""
 
-_SHARED = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings", "dtype")
+_FLAT = {
+    "Qwen2VLForConditionalGeneration": "qwen2_vl_text",
+    "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl_text",
+}
+"""Classes whose published files have the decoder's fields beside those of images, and its type."""
+
+_TIED = frozenset(
+    {
+        "Gemma3ForConditionalGeneration",
+        "Gemma4ForConditionalGeneration",
+        "Gemma4UnifiedForConditionalGeneration",
+        "InternVLForConditionalGeneration",
+        "Mistral3ForConditionalGeneration",
+    }
+)
+"""Classes that tie embedding and head unless config.json says otherwise."""
+
+_LLAMA = {
+    "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+}  # fmt: skip
+_QWEN2_VL = {
+    "vocab_size": 152064, "hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80,
+    "num_attention_heads": 64, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
+    "max_window_layers": 80,
+}  # fmt: skip
+_GEMMA = {"vocab_size": 262144, "num_hidden_layers": 30, "max_position_embeddings": 131072}
+_QWEN3 = {**_LLAMA, "vocab_size": 151936, "intermediate_size": 22016}
+
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "gemma3_text": {**_GEMMA, "vocab_size": 262208, "num_hidden_layers": 26},
+    "gemma4_text": _GEMMA,
+    "gemma4_unified_text": {**_GEMMA, "max_position_embeddings": 262144},
+    "llama": _LLAMA,
+    "llama4_text": {
+        "vocab_size": 202048, "num_hidden_layers": 48, "max_position_embeddings": 131072
+    },
+    "ministral3": {
+        "vocab_size": 131072, "num_hidden_layers": 34, "max_position_embeddings": 262144
+    },
+    "mistral": {**_LLAMA, "intermediate_size": 14336},
+    "qwen2": _QWEN3,
+    "qwen2_5_vl_text": _QWEN2_VL,
+    "qwen2_vl_text": _QWEN2_VL,
+    "qwen3": _QWEN3,
+    "qwen3_vl_text": {**_QWEN3, "max_position_embeddings": 128000, "rope_theta": 5e5},
+}  # fmt: skip
+"""What published files leave unsaid of a decoder: transformers' own numbers."""
+
+_SHARED = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def is_text_stack(name: str, config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is of a larger model that has a decoder of text."""
+    return name.endswith(SUFFIX) and ("text_config" in config or name in _FLAT)
 
 
 def text_config(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
     """Make the decoder's config.json of a larger model's; ArchitectureError says what is wrong."""
     text = config.get("text_config")
+    if text is None and name in _FLAT:
+        text = {**config, "model_type": _FLAT[name]}
     if name not in WRAPPERS or not isinstance(text, Mapping):
         raise ArchitectureError(
             f"architecture {name} is not served; of models that read more than text these are, for "
@@ -75,13 +131,26 @@ def text_config(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
         # Most larger models' classes have a head of their own, which does not know it.
         raise ArchitectureError(f"{name}: final_logit_softcapping is not served inside of it")
     shared = {key: config[key] for key in _SHARED if config.get(key) is not None}
+    dtype = config.get("dtype") or config.get("torch_dtype")
     return {
+        **_DEFAULTS[kind],
         **text,
         **shared,
+        **({"dtype": dtype} if dtype else {}),
+        "tie_word_embeddings": _is_tied(name, config, text),
         "model_type": _TYPES.get(kind, kind),
         "architectures": [_DECODERS[kind]],
         **_plain_rope(text),
     }
+
+
+def _is_tied(name: str, config: Mapping[str, Any], text: Mapping[str, Any]) -> bool:
+    """Whether the head may be the embedding; one that is stored and differs is read all the same.
+
+    Files of transformers 4 say it in text_config, those of 5 outside of it.
+    """
+    own = config.get("tie_word_embeddings")
+    return bool(name in _TIED if own is None else own) or bool(text.get("tie_word_embeddings"))
 
 
 def _plain_rope(text: Mapping[str, Any]) -> dict[str, Any]:

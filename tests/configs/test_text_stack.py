@@ -5,12 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import CONFIG_MAPPING
 
 from configs.architectures.base import ArchitectureError
 from configs.architectures.generic import GenericArchitecture
 from configs.architectures.llama import Architecture
 from configs.architectures.select import end_token_ids, parse_architecture, vocab_size
-from configs.architectures.text_stack import decoder_name, outer_paths
+from configs.architectures.text_stack import WRAPPERS, decoder_name, outer_paths
 
 TEXT: dict[str, Any] = {
     "model_type": "mistral", "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48,
@@ -37,6 +38,90 @@ def test_a_generic_decoder_too() -> None:
     )
     assert isinstance(spec, GenericArchitecture)
     assert (spec.architecture, spec.is_text_stack) == ("Gemma3ForCausalLM", True)
+
+
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "gemma3": {
+        "eos_token_id": [1, 106],
+        "text_config": {
+            "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text",
+            "num_hidden_layers": 34, "sliding_window": 1024,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        },
+    },
+    "llava": {
+        "vocab_size": 32064, "torch_dtype": "float16",
+        "text_config": {
+            "architectures": ["LlamaForCausalLM"], "max_position_embeddings": 4096,
+            "model_type": "llama", "rms_norm_eps": 1e-05, "vocab_size": 32064,
+        },
+    },
+    "qwen2_5_vl": {
+        "hidden_size": 3584, "intermediate_size": 18944, "max_position_embeddings": 128000,
+        "max_window_layers": 28, "num_attention_heads": 28, "num_hidden_layers": 28,
+        "num_key_value_heads": 4, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0,
+        "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}, "sliding_window": 32768,
+        "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_sliding_window": False,
+        "vision_config": {"depth": 32}, "vocab_size": 152064,
+    },
+}  # fmt: skip
+"""Files as their makers wrote them: what transformers knows is left out, or is not set apart."""
+
+UNSAID = {
+    "gemma3_text": "gemma3", "gemma4_text": "gemma4", "gemma4_unified_text": "gemma4_unified",
+    "llama": "llava", "llama4_text": "llama4", "ministral3": "mistral3", "mistral": "mistral3",
+    "qwen2": "internvl", "qwen2_5_vl_text": "qwen2_5_vl", "qwen2_vl_text": "qwen2_vl",
+    "qwen3": "internvl", "qwen3_vl_text": "qwen3_vl",
+}  # fmt: skip
+"""Every kind of decoder, and a kind of larger model that has it."""
+
+SPEC_KEYS = {
+    "vocab_size": "vocab_size", "num_layers": "num_hidden_layers", "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size", "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads", "max_position_embeddings": "max_position_embeddings",
+    "rms_norm_eps": "rms_norm_eps",
+}  # fmt: skip
+
+
+def _wrapper(kind: str) -> str:
+    """The class of a kind of larger model."""
+    plain = kind.replace("_", "").lower() + "forconditionalgeneration"
+    return next(name for name in WRAPPERS if name.replace("_", "").lower() == plain)
+
+
+def _same_as_transformers(spec: Any, own: Any) -> None:
+    for field, key in SPEC_KEYS.items():
+        if hasattr(spec, field):
+            assert getattr(spec, field) == own.to_dict()[key], field
+    if isinstance(spec, Architecture):
+        assert spec.rope.theta == own.rope_parameters["rope_theta"]
+        assert set(spec.windows) == {own.to_dict().get("sliding_window")}
+
+
+@pytest.mark.parametrize("kind", PUBLISHED)
+def test_files_as_their_makers_wrote_them(kind: str) -> None:
+    fields = {"architectures": [_wrapper(kind)], "model_type": kind, **PUBLISHED[kind]}
+    own = CONFIG_MAPPING[kind].from_dict(fields)
+    spec = parse_architecture(fields)
+    _same_as_transformers(spec, own.text_config)
+    assert spec.checkpoint_dtype == fields.get("torch_dtype")
+    assert spec.is_text_stack
+
+
+@pytest.mark.parametrize("kind", UNSAID)
+def test_what_a_file_leaves_unsaid_is_what_transformers_takes(kind: str) -> None:
+    fields = {"architectures": [_wrapper(UNSAID[kind])], "text_config": {"model_type": kind}}
+    _same_as_transformers(parse_architecture(fields), CONFIG_MAPPING[kind]())
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner", "tied"), [(None, None, True), (False, True, True), (False, None, False)]
+)
+def test_ends_are_tied_where_either_config_says_so(outer: Any, inner: Any, tied: bool) -> None:
+    """Mistral 3's class ties unless it is told; a head that is stored and differs is read then."""
+    fields = {**MISTRAL3, "text_config": {**TEXT, "tie_word_embeddings": inner}}
+    fields["tie_word_embeddings"] = outer
+    assert parse_architecture(fields).tie_word_embeddings is tied
 
 
 @pytest.mark.parametrize(
@@ -90,7 +175,8 @@ def test_paths_of_adapters() -> None:
 
 
 def test_the_sizes_of_a_folder_are_the_decoders(tmp_path: Path) -> None:
-    inner = {"text_config": {**TEXT, "eos_token_id": [5, 6]}}
+    named = {"architectures": MISTRAL3["architectures"]}
+    inner: dict[str, Any] = {**named, "text_config": {**TEXT, "eos_token_id": [5, 6]}}
     (tmp_path / "config.json").write_text(json.dumps(inner))
     assert (vocab_size(tmp_path), end_token_ids(tmp_path)) == (96, (5, 6))
     (tmp_path / "config.json").write_text(json.dumps({**inner, "eos_token_id": 7}))
