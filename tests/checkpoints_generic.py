@@ -57,7 +57,28 @@ GENERIC: dict[str, dict[str, Any]] = {
     },
     "glm": {},
     "glm4": {},
+    "granite_dense": {
+        "model_type": "granitemoehybrid",
+        "layer_types": ["attention"] * LAYERS,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 48,
+        "position_embedding_type": "rope",
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.3,
+        "tie_word_embeddings": True,
+    },
     "helium": {"head_dim": 8},
+    "hunyuan_stretched": {
+        "model_type": "hunyuan_v1_dense",
+        "rope_parameters": {
+            "rope_type": "dynamic",
+            "rope_theta": 1e4,
+            "alpha": 1000.0,
+            "factor": 1.0,
+        },
+    },
     "llama4_text": {
         "layer_types": ["chunked_attention", "full_attention"] * 2,
         "attention_chunk_size": 16,
@@ -129,9 +150,9 @@ def randomise(name: str, parameter: torch.nn.Parameter) -> None:
 
 COLUMNS = (
     "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "gate_up_proj", "fc1", "c_fc",
-    "per_layer_input_gate", "per_layer_projection", "per_layer_model_projection",
+    "per_layer_input_gate", "per_layer_projection", "per_layer_model_projection", "input_linear",
 )  # fmt: skip
-ROWS = ("o_proj", "dense", "down_proj", "fc2", "c_proj")
+ROWS = ("o_proj", "dense", "down_proj", "fc2", "c_proj", "output_linear")
 """Linear layers by all of the families' names; a family has some of them."""
 
 GENERIC_ADAPTERS = {

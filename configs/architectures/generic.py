@@ -17,8 +17,9 @@ PAGED_TYPES = frozenset(
         "ernie4_5_moe", "exaone4", "exaone_moe", "flex_olmo", "flint", "gemma", "gemma2",
         "gemma3_text", "gemma3n_text", "gemma4_text", "gemma4_unified_text", "glm", "glm4",
         "glm4_moe", "glm4_moe_lite", "gpt_oss", "granite_swa", "granitemoe", "granitemoe_swa",
-        "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hyperclovax", "jais2",
-        "jetmoe", "kolibri1", "lfm2_moe", "llama4_text", "mellum", "minicpm3", "minimax_m2",
+        "granitemoehybrid", "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe",
+        "hyperclovax", "jais2", "jetmoe", "kolibri1", "lfm2_moe", "llama4_text", "mellum",
+        "minicpm3", "minimax_m2",
         "minimax_m3_vl_text", "ministral", "ministral3", "mixtral", "modernbert-decoder",
         "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "persimmon", "phi", "phimoe",
         "qwen2_moe", "qwen3_moe", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2",
@@ -27,10 +28,13 @@ PAGED_TYPES = frozenset(
 )  # fmt: skip
 """The `model_type`s of config.json that are served so."""
 
-_ROPE_TYPES = frozenset({None, "default", "linear", "llama3", "proportional", "yarn"})
-"""Rotary frequencies that are one table for all rows."""
+_ROPE_TYPES = frozenset({None, "default", "dynamic", "linear", "llama3", "proportional", "yarn"})
+"""Rotary frequencies that are one table for all rows: dynamic up to the model's own length."""
 
-_LAYER_KINDS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+_LAYER_KINDS = frozenset({"attention", "full_attention", "sliding_attention", "chunked_attention"})
+
+_UNSAID_LAYERS = {"granitemoehybrid": ("mamba",)}
+"""What types that may have recurrent layers consist of where layer_types is absent."""
 
 
 class GenericArchitecture(ModelArchitecture):
@@ -69,12 +73,10 @@ def _obstacle(config: Mapping[str, Any]) -> str | None:
     if kind not in PAGED_TYPES:
         unknown = f"model_type {kind} is not among those with a paged implementation"
         return not_paged.REASONS.get(str(kind), unknown)
-    if config.get("auto_map"):
-        return "it may bring its own code"
     ropes = {rope.get("rope_type", rope.get("type")) for rope in _ropes(config)} - _ROPE_TYPES
     if ropes:
         return f"rope_type {', '.join(sorted(map(str, ropes)))} is not served paged for {kind}"
-    layers = set(config.get("layer_types") or ()) - _LAYER_KINDS
+    layers = set(config.get("layer_types") or _UNSAID_LAYERS.get(kind, ())) - _LAYER_KINDS
     if layers:
         return f"layer_types {', '.join(sorted(layers))} are not served paged"
     table = config.get("vocab_size_per_layer_input") or config["vocab_size"]

@@ -192,8 +192,14 @@ def _read(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
         raise ArchitectureError(f"{folder} holds no config.json: is this a model's folder?")
-    config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    text = path.read_text(encoding="utf-8")
+    config: dict[str, Any] = json.loads(text, object_hook=_without_marks)
     return config
+
+
+def _without_marks(fields: dict[str, Any]) -> Any:
+    """Return the number that transformers 5 writes as {"__float__": "Infinity"}; else `fields`."""
+    return float(fields["__float__"]) if fields.keys() == {"__float__"} else fields
 
 
 def _keeps_keys(folder: Path, config: Mapping[str, Any]) -> bool:

@@ -135,10 +135,10 @@ def test_ends_are_tied_where_either_config_says_so(outer: Any, inner: Any, tied:
                 "architectures": ["Gemma3ForConditionalGeneration"],
                 "text_config": {
                     **TEXT, "model_type": "gemma3_text",
-                    "rope_parameters": {"rope_type": "dynamic", "factor": 2.0},
+                    "rope_parameters": {"rope_type": "longrope", "factor": 2.0},
                 },
             },
-            "decoder alone: rope_type dynamic",
+            "decoder alone: rope_type longrope",
         ),
     ],
 )  # fmt: skip

@@ -285,19 +285,35 @@ class _LargeOnMeta(TorchFunctionMode):
 
 def _build(architecture: GenericArchitecture, dtype: torch.dtype) -> PreTrainedModel:
     """Build transformers' model without weights."""
-    settings = architecture.settings
+    # Code of the repository is not run: the type is transformers' own.
+    settings = {key: value for key, value in architecture.settings.items() if key != "auto_map"}
     config = CONFIG_MAPPING[settings["model_type"]].from_dict(settings)
     auto: Any = AutoModelForCausalLM
     with _LargeOnMeta():
         model: PreTrainedModel = auto.from_config(
             config, dtype=dtype, attn_implementation=ATTENTION
         )
-    if type(model).__name__ != architecture.architecture:
+    _hold_frequencies(model)
+    has_own_name = "auto_map" in architecture.settings
+    if type(model).__name__ != architecture.architecture and not has_own_name:
         raise ArchitectureError(
             f"architectures names {architecture.architecture}, but model_type "
             f"{settings['model_type']} is a {type(model).__name__}: correct the one that is wrong"
         )
     return model
+
+
+def _hold_frequencies(causal: PreTrainedModel) -> None:
+    """Keep dynamic frequencies as they are up to the model's own length, which none exceeds.
+
+    transformers looks at a batch's longest row to change them.
+    """
+    for module in causal.modules():
+        kind = getattr(module, "rope_type", None)
+        if kind == "dynamic":
+            setattr(module, "rope_type", "default")  # noqa: B010 - modules are not ours
+        elif isinstance(kind, dict):
+            kind.update({each: "default" for each in kind if kind[each] == "dynamic"})
 
 
 def _tail(causal: PreTrainedModel, prefix: str) -> nn.Module:

@@ -82,7 +82,7 @@ def expert_projections(
     path, module = members[0]
     older = _older(causal, path)
     config: Any = causal.config
-    active: Any = getattr(config, "num_experts_per_tok", getattr(config, "top_k_experts", 1))
+    active: Any = getattr(config, "num_experts_per_tok", getattr(config, "top_k_experts", 1)) or 1
     found = []
     for each in _maps(plan, path, module, own):
         of_part = (each.parameter, int(each.start > 0))
@@ -94,7 +94,7 @@ def expert_projections(
         experts = ExpertMatrices(
             count=module.num_experts,
             own=own,
-            active=int(active),
+            active=max(active) if isinstance(active, list | tuple) else int(active),
             parameter=each.parameter,
             parameters=tuple(name for name, _ in module.named_parameters(recurse=False)),
             start=each.start,

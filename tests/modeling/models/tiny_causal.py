@@ -93,6 +93,10 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen2_moe": {
         "use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"],
     },
+    "granitemoehybrid": {
+        "layer_types": ["attention", "attention"], "shared_intermediate_size": 48,
+        "position_embedding_type": "rope", "mamba_n_heads": 4, "mamba_d_head": 16,
+    },
     "zaya": {"num_experts_per_tok": 1},
     "llama4_text": {
         "attn_temperature_tuning": True, "no_rope_layers": [1, 0], "intermediate_size_mlp": 48,

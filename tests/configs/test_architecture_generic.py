@@ -1,0 +1,61 @@
+"""Which config.json is paged by transformers' modules, and which is padded."""
+
+import json
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from configs.architectures.generic import GenericArchitecture
+from configs.architectures.padded import PaddedArchitecture
+from configs.architectures.select import load_architecture, padded_reason, parse_architecture
+
+GLM: dict[str, Any] = {
+    "architectures": ["Glm4ForCausalLM"], "model_type": "glm4", "vocab_size": 96,
+    "num_hidden_layers": 2, "max_position_embeddings": 128,
+}  # fmt: skip
+GRANITE = {
+    **GLM,
+    "architectures": ["GraniteMoeHybridForCausalLM"],
+    "model_type": "granitemoehybrid",
+}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        GLM,
+        {**GLM, "auto_map": {"AutoModelForCausalLM": "modeling_glm4.Glm4ForCausalLM"}},
+        {**GLM, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
+        {**GRANITE, "layer_types": ["attention", "attention"]},
+    ],
+    ids=["plain", "code of its repository", "dynamic", "attention alone"],
+)
+def test_paged(config: dict[str, Any]) -> None:
+    """Code of a repository is not run where transformers has the type, as there by itself."""
+    assert isinstance(parse_architecture(config), GenericArchitecture)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({**GLM, "rope_scaling": {"type": "longrope"}}, "rope_type longrope is not served paged"),
+        ({**GRANITE, "layer_types": ["mamba", "attention"]}, "layer_types mamba are not served"),
+        (GRANITE, "layer_types mamba are not served"),
+        ({**GLM, "model_type": "mine"}, "model_type mine is not among those with a paged"),
+        ({**GLM, "max_position_embeddings": None}, "does not give max_position_embeddings"),
+    ],
+)
+def test_padded(config: dict[str, Any], reason: str) -> None:
+    found = parse_architecture(config)
+    assert isinstance(found, PaddedArchitecture)
+    assert reason in str(padded_reason(found))
+
+
+def test_infinity_is_read_as_transformers_writes_it(tmp_path: Path) -> None:
+    fields = {**GLM, "time_step_limit": [0.0, {"__float__": "Infinity"}]}
+    (tmp_path / "config.json").write_text(json.dumps(fields), encoding="utf-8")
+    spec = load_architecture(tmp_path)
+    assert isinstance(spec, GenericArchitecture)
+    assert spec.settings["time_step_limit"] == [0.0, inf]
