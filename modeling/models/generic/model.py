@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+import transformers
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
@@ -285,10 +287,8 @@ class _LargeOnMeta(TorchFunctionMode):
 
 def _build(architecture: GenericArchitecture, dtype: torch.dtype) -> PreTrainedModel:
     """Build transformers' model without weights."""
-    # Code of the repository is not run: the type is transformers' own.
-    settings = {key: value for key, value in architecture.settings.items() if key != "auto_map"}
-    config = CONFIG_MAPPING[settings["model_type"]].from_dict(settings)
     auto: Any = AutoModelForCausalLM
+    config = _config(architecture.settings)
     with _LargeOnMeta():
         model: PreTrainedModel = auto.from_config(
             config, dtype=dtype, attn_implementation=ATTENTION
@@ -298,9 +298,27 @@ def _build(architecture: GenericArchitecture, dtype: torch.dtype) -> PreTrainedM
     if type(model).__name__ != architecture.architecture and not has_own_name:
         raise ArchitectureError(
             f"architectures names {architecture.architecture}, but model_type "
-            f"{settings['model_type']} is a {type(model).__name__}: correct the one that is wrong"
+            f"{config.model_type} is a {type(model).__name__}: correct the one that is wrong"
         )
     return model
+
+
+def _config(settings: Mapping[str, Any]) -> Any:
+    """Make transformers' own config; ArchitectureError says why it cannot be made."""
+    kind = settings["model_type"]
+    if kind not in CONFIG_MAPPING:
+        raise ArchitectureError(
+            f"transformers {transformers.__version__} does not know model_type {kind}: install a "
+            "newer one"
+        )
+    # Code of the repository is not run: the type is transformers' own.
+    own = {key: value for key, value in settings.items() if key != "auto_map"}
+    try:
+        return CONFIG_MAPPING[kind].from_dict(own)
+    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
+        raise ArchitectureError(
+            f"transformers does not take this config.json of a {kind}: {error}"
+        ) from error
 
 
 def _hold_frequencies(causal: PreTrainedModel) -> None:

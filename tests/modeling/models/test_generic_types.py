@@ -30,6 +30,7 @@ CHUNK = 11
 CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "olmoe": ({"sliding_window": 8}, r"sliding_window \(8\).* the cache of transformers forgets"),
     "mixtral": ({"sliding_window": 1}, r"sliding_window \(1\) is not"),
+    "glm4": ({"hidden_size": "wide"}, r"transformers does not take this config.json of a glm4"),
     "gemma4_text": ({"vocab_size": 97}, r"vocab_size_per_layer_input \(96\) is below"),
 }
 """What a config.json may say too, of which parts of transformers hold different things."""
