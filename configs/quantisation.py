@@ -47,6 +47,7 @@ class Quantisation(Config):
     group_size: inputs that share a scale; None: all of an output.
     block: outputs and inputs that share a scale of FP8_BLOCKS.
     offset_zeros: whether GPTQ's zero points are stored less 1.
+    zero_points: whether PACKED integers have some of their own.
     threshold: INT8 leaves inputs from this size on unquantised.
     """
 
@@ -57,4 +58,5 @@ class Quantisation(Config):
     group_size: PositiveInt | None = None
     block: tuple[PositiveInt, PositiveInt] | None = None
     offset_zeros: bool = True
+    zero_points: bool = False
     threshold: PositiveFloat | None = None

@@ -7,7 +7,7 @@ from types import MappingProxyType, SimpleNamespace
 from typing import Any, cast
 
 import torch
-from compressed_tensors.compressors import ModelCompressor
+from compressed_tensors.compressors import ModelCompressor, PackedQuantizationCompressor
 from compressed_tensors.quantization import (
     QuantizationConfig,
     QuantizationScheme,
@@ -53,6 +53,19 @@ def write_compressed(
     model.save_pretrained(folder)
     compressor.update_config(str(folder))
     return folder
+
+
+def unpacked(folder: Path) -> dict[str, Tensor]:
+    """The weights that the package itself makes of a checkpoint of packed integers, by name."""
+    settings = json.loads((folder / "config.json").read_text())["quantization_config"]
+    scheme = QuantizationScheme.model_validate(settings["config_groups"]["group_0"])
+    tensors = load_file(folder / "model.safetensors")
+    found = {}
+    for name in [name for name in tensors if name.endswith(".weight_packed")]:
+        path = name.removesuffix("weight_packed")
+        own = {key.removeprefix(path): each for key, each in tensors.items() if path in key}
+        found[f"{path}weight"] = PackedQuantizationCompressor.decompress(own, scheme)["weight"]
+    return found
 
 
 def _quantised(model: nn.Module) -> Iterator[tuple[nn.Module, QuantizationScheme]]:

@@ -12,8 +12,8 @@ from configs.architectures.base import ArchitectureError, ModelArchitecture
 
 PAGED_TYPES = frozenset(
     (
-        "afmoe", "apertus", "apertus1p5_text", "arcee", "aria_text", "axk1", "beam", "cohere", "cohere2",
-        "cohere2_moe", "cwm", "dbrx", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5",
+        "afmoe", "apertus", "apertus1p5_text", "arcee", "aria_text", "axk1", "beam", "cohere",
+        "cohere2", "cohere2_moe", "cwm", "dbrx", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5",
         "ernie4_5_moe", "exaone4", "exaone_moe", "flex_olmo", "flint", "gemma", "gemma2",
         "gemma3_text", "gemma3n_text", "gemma4_text", "gemma4_unified_text", "glm", "glm4",
         "glm4_moe", "glm4_moe_lite", "gpt_oss", "granite_swa", "granitemoe", "granitemoe_swa",
@@ -22,8 +22,8 @@ PAGED_TYPES = frozenset(
         "minicpm3", "minimax_m2",
         "minimax_m3_vl_text", "ministral", "ministral3", "mixtral", "modernbert-decoder",
         "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "persimmon", "phi", "phimoe",
-        "qwen2_moe", "qwen3_moe", "sarvam_mla", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2",
-        "vaultgemma",
+        "qwen2_moe", "qwen3_moe", "sarvam_mla", "seed_oss", "smollm3", "solar_open", "stablelm",
+        "starcoder2", "vaultgemma",
     )
 )  # fmt: skip
 """The `model_type`s of config.json that are served so."""

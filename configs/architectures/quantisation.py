@@ -8,7 +8,7 @@ from configs.quantisation import Activations, Quantisation, WeightFormat
 
 SERVED = (
     "compressed-tensors (fp8 weights with fp8 or unquantised activations, and packed integers of "
-    "4 or 8 bits without zero points), fp8 in blocks, gptq and awq of 4 bits, bitsandbytes of 4 or "
+    "4 or 8 bits), fp8 in blocks, gptq and awq of 4 bits, bitsandbytes of 4 or "
     "8 bits, mxfp4 of gpt-oss"
 )
 
@@ -21,7 +21,9 @@ def parse_quantisation(config: Mapping[str, Any]) -> Quantisation | None:
     given = config.get("quantization_config")
     if not given or _scales_alone(given):
         return None
-    method = given.get("quant_method", "unknown")
+    # Files of old transformers name no method beside these.
+    is_old = given.get("load_in_4bit") or given.get("load_in_8bit")
+    method = given.get("quant_method") or ("bitsandbytes" if is_old else "unknown")
     if method not in _METHODS:
         raise _refused(method, "this method")
     try:
@@ -99,7 +101,7 @@ def _scheme(group: Mapping[str, Any]) -> Quantisation:
     kind, bits, strategy = weights["type"], weights["num_bits"], weights["strategy"]
     if kind == "float" and bits == 8 and weights.get("symmetric", True):
         if strategy == "block":
-            rows, columns = weights["block_structure"]
+            rows, columns = _block(weights["block_structure"])
             return Quantisation(
                 method=_COMPRESSED,
                 format=WeightFormat.FP8_BLOCKS,
@@ -110,20 +112,24 @@ def _scheme(group: Mapping[str, Any]) -> Quantisation:
             return Quantisation(
                 method=_COMPRESSED, format=WeightFormat.FP8, activations=_activations(inputs, None)
             )
-    if kind == "int" and not weights.get("symmetric", True):
-        raise _refused(_COMPRESSED, "weights with zero points")
     if kind == "int" and bits in (4, 8) and strategy in ("group", "channel") and not inputs:
         return Quantisation(
             method=_COMPRESSED,
             format=WeightFormat.PACKED,
             bits=bits,
             group_size=weights.get("group_size") if strategy == "group" else None,
+            zero_points=not weights.get("symmetric", True),
         )
     raise _refused(
         _COMPRESSED,
         f"weights of {kind} with {bits} bits by {strategy}"
         + (f" and activations of {inputs['num_bits']} bits" if inputs else ""),
     )
+
+
+def _block(given: Any) -> list[int]:
+    """Read block_structure: two numbers, or as older files have them, "128x128"."""
+    return [int(size) for size in (given.split("x") if isinstance(given, str) else given)]
 
 
 def _activations(inputs: Mapping[str, Any] | None, group: int | None) -> Activations:
@@ -146,7 +152,8 @@ def _activations(inputs: Mapping[str, Any] | None, group: int | None) -> Activat
 
 def _fp8(given: Mapping[str, Any]) -> Quantisation:
     """Read what DeepSeek and Qwen publish, and transformers writes."""
-    _only(given, "fp8", {"fmt": ("e4m3", None), "scale_fmt": ("float", None)})
+    formats = ("e4m3", "float8_e4m3fn", None)
+    _only(given, "fp8", {"fmt": formats, "scale_fmt": ("float", None)})
     block = given.get("weight_block_size")
     scheme = given.get("activation_scheme", "dynamic")
     if scheme not in ("dynamic", "static") or (block is None and scheme == "dynamic"):
@@ -170,14 +177,15 @@ def _group_size(given: Mapping[str, Any]) -> int | None:
 
 def _gptq(given: Mapping[str, Any]) -> Quantisation:
     formats = ("gptq", "gptq_v2", None)
-    wanted = {"bits": (4,), "checkpoint_format": formats, "lm_head": (False, None)}
+    wanted = {"bits": (4,), "checkpoint_format": formats, "format": formats}
     _only(given, "gptq", {**wanted, "dynamic": (None, {}), "is_marlin_format": (False, None)})
+    _only(given, "gptq", {"lm_head": (False, None)})
     return Quantisation(
         method="gptq",
         format=WeightFormat.GPTQ,
         bits=given["bits"],
         group_size=_group_size(given),
-        offset_zeros=given.get("checkpoint_format") != "gptq_v2",
+        offset_zeros=(given.get("checkpoint_format") or given.get("format")) != "gptq_v2",
     )
 
 

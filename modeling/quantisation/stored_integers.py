@@ -2,7 +2,8 @@
 
 Each packs several codes into an int32, the first one into its lowest bits:
 
-    compressed-tensors   weight_packed [out, in / n], weight_scale [out, groups], weight_g_idx [in]
+    compressed-tensors   weight_packed [out, in / n], weight_scale [out, groups], weight_g_idx
+                         [in], weight_zero_point [out / n, groups]
     GPTQ                 qweight [in / n, out], scales [groups, out], qzeros [groups, out / n],
                          g_idx [in]
     AWQ                  qweight [in, out / n], scales [groups, out], qzeros [groups, out / n],
@@ -61,8 +62,17 @@ def read_packed(weights: Weights, part: LinearPart, how: Quantisation) -> Intege
     scales = weights.read(f"{name}.weight_scale", (outputs, count), part.rows)
     group_of = _group_of(weights, part, f"{name}.weight_g_idx", how.group_size)
     weights.leave(f"{name}.weight_shape")
-    groups = local_groups(scales, None, group_of, 2 ** (how.bits - 1))
+    zeros = _packed_zeros(weights, part, how, count) if how.zero_points else None
+    groups = local_groups(scales, zeros, group_of, 0 if how.zero_points else 2 ** (how.bits - 1))
     return IntegerWeight(codes, groups, how.bits, weights.dtype)
+
+
+def _packed_zeros(weights: Weights, part: LinearPart, how: Quantisation, count: int) -> Tensor:
+    """Read the zero points of this rank's outputs, uint8 [out, groups]; stored as the codes are."""
+    words, places = _covering(part.rows, 32 // how.bits)
+    shape = -(-part.shape[0] * how.bits // 32), count
+    packed = weights.read_stored(f"{part.name}.weight_zero_point", shape, words)
+    return unpack_words(packed, how.bits, 0)[places.to(weights.device)]
 
 
 def read_gptq(weights: Weights, part: LinearPart, how: Quantisation) -> IntegerWeight:

@@ -19,7 +19,7 @@ def compressed(**weights: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (compressed(symmetric=False), "weights with zero points is not supported"),
+        ({"quant_method": "gptq", "bits": 4, "format": "marlin"}, "format 'marlin' is not"),
         (compressed(num_bits=3), "weights of int with 3 bits by group is not supported"),
         ({"quant_method": "gptq", "bits": 8}, "bits 8 is not supported; served are .*4 bits"),
         ({"quant_method": "awq", "bits": 8}, "bits 8 is not supported"),
@@ -36,3 +36,31 @@ def test_packed_integers_are_served() -> None:
     found = parse_quantisation({"quantization_config": compressed(num_bits=8)})
     assert found is not None
     assert (found.format, found.bits, found.group_size) == (WeightFormat.PACKED, 8, 128)
+
+
+@pytest.mark.parametrize(
+    ("given", "fields"),
+    [
+        (compressed(symmetric=False), {"zero_points": True}),
+        (compressed(), {"zero_points": False}),
+        ({"quant_method": "gptq", "bits": 4}, {"offset_zeros": True}),
+        ({"quant_method": "gptq", "bits": 4, "format": "gptq_v2"}, {"offset_zeros": False}),
+        ({"load_in_4bit": True}, {"format": WeightFormat.NF4}),
+        ({"load_in_8bit": True}, {"format": WeightFormat.INT8}),
+        (
+            {"quant_method": "fp8", "fmt": "float8_e4m3fn", "weight_block_size": [128, 128]},
+            {"format": WeightFormat.FP8_BLOCKS},
+        ),
+        (
+            compressed(
+                num_bits=8, type="float", strategy="block", block_structure="128x64", group_size=0
+            ),
+            {"format": WeightFormat.FP8_BLOCKS, "block": (128, 64)},
+        ),
+    ],
+)
+def test_forms_that_files_have(given: dict[str, Any], fields: dict[str, Any]) -> None:
+    """As their makers' releases wrote them."""
+    found = parse_quantisation({"quantization_config": given})
+    assert found is not None
+    assert {key: getattr(found, key) for key in fields} == fields

@@ -10,10 +10,15 @@ from configs.model import ModelConfig, Quantize
 from modeling.runner.load_paged import load_paged
 from modeling.runner.report import RunnerReport
 from sharding.group import TensorParallel
-from tests.checkpoints import AdapterRecipe, write_adapter, write_llama
+from tests.checkpoints import AdapterRecipe, load_oracle, write_adapter, write_llama
 from tests.checkpoints_generic import write_generic
 from tests.checkpoints_others import write_gpt2
-from tests.checkpoints_quantised import load_bitsandbytes, write_compressed, write_fp8_blocks
+from tests.checkpoints_quantised import (
+    load_bitsandbytes,
+    unpacked,
+    write_compressed,
+    write_fp8_blocks,
+)
 from tests.modeling.parity import engine_config
 from tests.modeling.quantisation.quantised import (
     FP8,
@@ -88,12 +93,22 @@ def test_fp8_with_scales_of_tokens(made: World, ranks: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("preset", "ranks"), [("FP8", 1), ("FP8", 4), ("W4A16", 1), ("W4A16", 4), ("W8A16", 2)]
+    ("preset", "ranks"),
+    [("FP8", 1), ("FP8", 4), ("W4A16", 1), ("W4A16", 4), ("W8A16", 2)],
 )
 def test_formats_that_ranks_do_not_change(made: World, preset: str, ranks: int) -> None:
     """Static scales, and inputs that are not rounded: all rank counts give one rank's tokens."""
     stored = made.compressed("llama", preset)
     compare(stored, made.adapters("llama"), decompressed(stored), ranks)
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_packed_integers_with_zero_points(made: World, ranks: int) -> None:
+    """transformers does not load such files; the package unpacks each map."""
+    stored = made.compressed("llama", "W4A16_ASYM")
+    oracle = load_oracle(made.dense("llama"))
+    oracle.load_state_dict({**oracle.state_dict(), **unpacked(stored)})
+    compare(stored, made.adapters("llama"), oracle, ranks)
 
 
 @pytest.mark.parametrize("preset", ["FP8_DYNAMIC", "W4A16"])
