@@ -7,6 +7,8 @@ from types import MappingProxyType, SimpleNamespace
 from typing import Any, cast
 
 import torch
+from bitsandbytes.functional import int8_vectorwise_quant
+from bitsandbytes.nn import Linear8bitLt
 from compressed_tensors.compressors import ModelCompressor, PackedQuantizationCompressor
 from compressed_tensors.quantization import (
     QuantizationConfig,
@@ -145,3 +147,19 @@ def load_bitsandbytes(folder: Path, **settings: Any) -> Any:
             # There the package would multiply in bfloat16, whatever is asked for.
             module.support_avx512bf16_for_cpu = False
     return model.eval()
+
+
+def weights_in_8_bits(folder: Path) -> dict[str, Tensor]:
+    """The numbers that bitsandbytes makes of a model's linear maps in 8 bits, by name."""
+    modules = load_bitsandbytes(folder, load_in_8bit=True).named_modules()
+    return {
+        f"{name}.weight": module.weight.CB.float() * module.weight.SCB[:, None] / 127
+        for name, module in modules
+        if isinstance(module, Linear8bitLt)
+    }
+
+
+def rounded_to_8_bits(_module: nn.Module, x: Tensor) -> Tensor:
+    """Round inputs [..., in] as bitsandbytes does, with a scale for each token."""
+    codes, scales, _ = int8_vectorwise_quant(x.flatten(0, -2).half())
+    return (codes.float() * scales[:, None] / 127).view(x.shape)

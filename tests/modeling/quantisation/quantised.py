@@ -52,7 +52,12 @@ def round_in_parts(model: nn.Module, ranks: int, rounding: Rounding = as_stored)
         if name.rsplit(".", 1)[-1] in ROW_PARALLEL:
             made: Any = module
             made.quantization_enabled = False
-            module.register_forward_pre_hook(partial(_in_parts, ranks, rounding))
+            rounds_in_parts(module, ranks, rounding)
+
+
+def rounds_in_parts(module: nn.Module, ranks: int, rounding: Rounding) -> None:
+    """Let a module round each rank's part of its inputs by itself."""
+    module.register_forward_pre_hook(partial(_in_parts, ranks, rounding))
 
 
 def _in_parts(ranks: int, rounding: Rounding, module: nn.Module, given: tuple[Tensor]) -> Tensor:

@@ -5,6 +5,8 @@ numbers.safetensors what its own function makes of it again, in float16. (It is 
 it would change the version of torch.)
 """
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from sharding.group import SingleRank
 from sharding.linear_weight import LinearPart, LinearWeight
 from sharding.loader import Weights
 from tests.checkpoints import AdapterRecipe, load_oracle, write_adapter, write_llama
+from tests.checkpoints_generic import write_generic
 from tests.modeling.quantisation.quantised import compare
 
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
@@ -73,22 +76,40 @@ def test_maps_of_one_input_are_one_weight_where_they_share_their_order() -> None
         assert torch.equal(found[:], torch.cat(wanted))
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_tokens(tmp_path: Path, name: str, ranks: int) -> None:
-    """Those of transformers with the package's numbers as its weights."""
-    folder = CHECKPOINTS / name
-    sizes: dict[str, Any] = {
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 1,
-        "num_key_value_heads": 2,
-        "vocab_size": 64,
-    }
-    dense = write_llama(tmp_path / "dense", **sizes)
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 1,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+}
+"""Of the packed models."""
+
+
+def compare_tokens(root: Path, stored: Path, name: str, dense: Path, ranks: int) -> None:
+    """Compare with transformers, whose weights are the package's numbers."""
     oracle = load_oracle(dense)
-    stored = load_file(folder / "model.safetensors") | load_file(folder / "numbers.safetensors")
-    state = {key: stored[key].float() for key in oracle.state_dict()}
-    oracle.load_state_dict(state)
-    adapter = write_adapter(tmp_path / "adapter", dense, AdapterRecipe(r=4, std=0.2))
-    compare(folder, [adapter], oracle, ranks, dtype="float32")
+    folder = CHECKPOINTS / name
+    tensors = load_file(folder / "model.safetensors") | load_file(folder / "numbers.safetensors")
+    oracle.load_state_dict({key: tensors[key].float() for key in oracle.state_dict()})
+    adapter = write_adapter(root / "adapter", dense, AdapterRecipe(r=4, std=0.2))
+    compare(stored, [adapter], oracle, ranks, dtype="float32")
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_tokens(tmp_path: Path, name: str, ranks: int) -> None:
+    dense = write_llama(tmp_path / "dense", **SIZES)
+    compare_tokens(tmp_path, CHECKPOINTS / name, name, dense, ranks)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tokens_of_a_generic_model(tmp_path: Path, name: str) -> None:
+    """Helium has Llama's tensors, and turns neighbouring numbers."""
+    dense = write_generic(tmp_path / "dense", "helium", **SIZES, head_dim=16)
+    stored = tmp_path / "stored"
+    shutil.copytree(CHECKPOINTS / name, stored)
+    how = json.loads((stored / "config.json").read_text())["quantization_config"]
+    own = json.loads((dense / "config.json").read_text())
+    (stored / "config.json").write_text(json.dumps({**own, "quantization_config": how}))
+    compare_tokens(tmp_path, stored, name, dense, 2)

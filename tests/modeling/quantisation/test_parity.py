@@ -15,17 +15,21 @@ from tests.checkpoints_generic import write_generic
 from tests.checkpoints_others import write_gpt2
 from tests.checkpoints_quantised import (
     load_bitsandbytes,
+    rounded_to_8_bits,
     unpacked,
+    weights_in_8_bits,
     write_compressed,
     write_fp8_blocks,
 )
 from tests.modeling.parity import engine_config
 from tests.modeling.quantisation.quantised import (
     FP8,
+    ROW_PARALLEL,
     answers,
     compare,
     decompressed,
     round_in_parts,
+    rounds_in_parts,
 )
 from tests.ranks import run_in_memory
 
@@ -37,6 +41,12 @@ SIZES: dict[str, dict[str, Any]] = {
     "wide": {"hidden_size": 128, "intermediate_size": 128},
 }
 """Of Llamas; in wide ones two ranks get whole blocks of 64 inputs."""
+
+WIDE: dict[str, Any] = {
+    "hidden_size": 256, "intermediate_size": 256, "num_key_value_heads": 4, "head_dim": 64,
+    "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"],
+}  # fmt: skip
+"""Of a generic model, of which four ranks get whole blocks of 64 inputs."""
 
 GPT2: dict[str, Any] = {"n_embd": 128, "n_inner": 128}
 """Its matrices are stored transposed."""
@@ -111,13 +121,16 @@ def test_packed_integers_with_zero_points(made: World, ranks: int) -> None:
     compare(stored, made.adapters("llama"), oracle, ranks)
 
 
-@pytest.mark.parametrize("preset", ["FP8_DYNAMIC", "W4A16"])
-def test_generic_models(made: World, preset: str) -> None:
+@pytest.mark.parametrize(
+    ("preset", "ranks"),
+    [("FP8_DYNAMIC", 1), ("FP8_DYNAMIC", 2), ("FP8_DYNAMIC", 4), ("W4A16", 2), ("W8A16", 4)],
+)
+def test_generic_models(made: World, preset: str, ranks: int) -> None:
     stored = made.compressed(GENERIC, preset)
     oracle = decompressed(stored)
     if preset == "FP8_DYNAMIC":
-        round_in_parts(oracle, 2)
-    compare(stored, made.adapters(GENERIC), oracle, 2)
+        round_in_parts(oracle, ranks)
+    compare(stored, made.adapters(GENERIC), oracle, ranks)
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
@@ -167,6 +180,30 @@ def test_bitsandbytes(made: World, tmp_path: Path, quantize: Quantize) -> None:
     for ranks in (1, 2) if quantize is Quantize.BITSANDBYTES_NF4 else (1,):
         compare(folder, adapters, oracle, ranks, quantize=quantize)
         compare(tmp_path / "stored", adapters, stored, ranks)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_round_their_inputs_in_8_bits_by_themselves(made: World, ranks: int) -> None:
+    """By the package's function, over the package's numbers."""
+    folder = made.dense("llama")
+    oracle = load_oracle(folder)
+    numbers = weights_in_8_bits(folder)
+    oracle.load_state_dict({**oracle.state_dict(), **numbers})
+    for name in numbers:
+        path = name.removesuffix(".weight")
+        parts = ranks if path.rsplit(".", 1)[-1] in ROW_PARALLEL else 1
+        rounds_in_parts(oracle.get_submodule(path), parts, rounded_to_8_bits)
+    compare(folder, made.adapters("llama"), oracle, ranks, quantize=Quantize.BITSANDBYTES)
+
+
+def test_four_bits_of_a_generic_model(made: World) -> None:
+    """Over four ranks, of which each has a block of 64 inputs."""
+    folder = made.root / "wide" / GENERIC
+    write_generic(folder, GENERIC, **WIDE)
+    adapters = [write_adapter(made.root / "wide" / "rows", folder, ADAPTERS["rows"])]
+    how = SETTINGS[Quantize.BITSANDBYTES_NF4]
+    oracle = load_bitsandbytes(folder, **how)
+    compare(folder, adapters, oracle, 4, quantize=Quantize.BITSANDBYTES_NF4)
 
 
 def test_blocks_of_bitsandbytes_are_not_cut(made: World) -> None:
