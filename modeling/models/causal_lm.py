@@ -175,21 +175,6 @@ class CausalLM:
         states: Tensor = out.hidden_states[-1] if inner is self.model else out.last_hidden_state
         return states[0].to(self.device)
 
-    def prompt_logprobs(
-        self, batch: CausalLMBatch, adapter_data: RowAdapters | None = None
-    ) -> list[list[float]]:
-        """Natural logprobs of each row's tokens, NaN for the first, before the batch's prefill."""
-        assert batch.past_key_values is None, "the prompt was computed already"
-        logits, _ = self.forward(
-            batch.input_ids, batch.seen, batch.position_ids, adapter_data=adapter_data
-        )
-        known = batch.input_ids[:, 1:, None]
-        found = logits[:, :-1].float().log_softmax(-1).gather(2, known)[:, :, 0].tolist()
-        return [
-            [math.nan, *row[len(row) - length + 1 :]]
-            for row, length in zip(found, batch.input_lengths, strict=True)
-        ]
-
     def batch(self, requests: list[RequestJoin]) -> CausalLMBatch:
         """Return a batch of whole sequences for this model."""
         return CausalLMBatch.from_requests(

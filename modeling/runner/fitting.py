@@ -14,6 +14,8 @@ from sharding.linear_weight import DenseWeight
 from sharding.loader import Weights
 
 META = torch.device("meta")
+BLOCK = 64
+"""Inputs that share a scale in 4 bits of bitsandbytes."""
 
 
 @dataclass(frozen=True)
@@ -21,12 +23,14 @@ class WeightSizes:
     """A rank's share of a model's weights, as numbers.
 
     linear: in linear maps, which quantised models have in fewer bits. outputs: of these maps.
-    others: elsewhere, in embedding, head and norms.
+    others: elsewhere, in embedding, head and norms. in_blocks: whether the inputs of each map are
+    whole blocks of BLOCK.
     """
 
     linear: int
     outputs: int
     others: int
+    in_blocks: bool
 
     def dense_bytes(self, dtype: torch.dtype) -> int:
         """Return what they take in one type."""
@@ -36,22 +40,34 @@ class WeightSizes:
         """Return what they take in fp8, with a float32 scale for each output."""
         return self.linear + 4 * self.outputs + self.others * dtype.itemsize
 
+    def four_bit_bytes(self, dtype: torch.dtype) -> int:
+        """Return what they take in 4 bits of bitsandbytes, with a float32 scale for each block."""
+        return self.linear // 2 + 4 * self.linear // BLOCK + self.others * dtype.itemsize
+
 
 def weight_sizes(model: nn.Module) -> WeightSizes:
     """Count a rank's numbers; quantised maps are none of the linear ones."""
     maps = [module for module in model.modules() if isinstance(module, DenseWeight)]
     linear = sum(each.matrix.numel() for each in maps)
     everything = sum(parameter.numel() for parameter in model.parameters())
-    return WeightSizes(linear, sum(each.shape[0] for each in maps), everything - linear)
+    outputs, in_blocks = 0, True
+    for each in maps:
+        outputs += each.shape[0]
+        in_blocks &= each.shape[1] % BLOCK == 0
+    return WeightSizes(linear, outputs, everything - linear, in_blocks)
 
 
 def smaller_form(sizes: WeightSizes, dtype: torch.dtype, room: int) -> str:
-    """Return the form in which the weights take at most `room` bytes; "" where there is none."""
-    fp8 = sizes.fp8_bytes(dtype)
-    if not sizes.linear or fp8 > room:
+    """Return the forms in which the weights take at most `room` bytes; "" where there is none."""
+    forms = [(sizes.fp8_bytes(dtype), "in fp8 (model.quantize: fp8)")]
+    if sizes.in_blocks:
+        named = "in 4 bits (model.quantize: bitsandbytes-nf4)"
+        forms.append((sizes.four_bit_bytes(dtype), named))
+    found = [f"{_gb(size)} {name}" for size, name in forms if size <= room]
+    if not sizes.linear or not found:
         return ""
     dense = _gb(sizes.dense_bytes(dtype))
-    return f"weights that take {dense} on this rank take {_gb(fp8)} in fp8 (model.quantize: fp8)"
+    return f"weights that take {dense} on this rank take {', or '.join(found)}"
 
 
 def too_large(

@@ -1,5 +1,6 @@
 """Models that do not fit say in which form they would; smaller weights leave more to the cache."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -42,6 +43,9 @@ def test_sizes_are_those_of_built_models(tmp_path: Path) -> None:
     sizes = weight_sizes(dense)
     assert sizes.dense_bytes(DTYPE) == resident(dense)
     assert sizes.fp8_bytes(DTYPE) == resident(fp8)
+    nf4 = resident(built(folder, Quantize.BITSANDBYTES_NF4))
+    # Each map has a table of 16 numbers, and each of its inputs the number of its group.
+    assert 0 < nf4 - sizes.four_bit_bytes(DTYPE) < 0.1 * nf4
     assert weight_sizes(fp8).linear == 0
 
 
@@ -62,7 +66,14 @@ def test_forms_are_named_that_fit(tmp_path: Path) -> None:
     sizes = weight_sizes(built(write_llama(tmp_path, **SIZES), Quantize.NONE))
     fp8 = sizes.fp8_bytes(DTYPE)
     assert "in fp8 (model.quantize: fp8)" in smaller_form(sizes, DTYPE, fp8)
-    assert smaller_form(sizes, DTYPE, fp8 - 1) == ""
+    four = sizes.four_bit_bytes(DTYPE)
+    both = smaller_form(sizes, DTYPE, fp8)
+    assert "in 4 bits (model.quantize: bitsandbytes-nf4)" in both
+    assert "fp8" not in smaller_form(sizes, DTYPE, fp8 - 1)
+    assert "in 4 bits" in smaller_form(sizes, DTYPE, four)
+    assert smaller_form(sizes, DTYPE, four - 1) == ""
+    cut = replace(sizes, in_blocks=False)
+    assert smaller_form(cut, DTYPE, fp8 - 1) == ""
 
 
 def test_a_model_that_does_not_fit_says_which_form_would(
