@@ -162,4 +162,5 @@ def weights_in_8_bits(folder: Path) -> dict[str, Tensor]:
 def rounded_to_8_bits(_module: nn.Module, x: Tensor) -> Tensor:
     """Round inputs [..., in] as bitsandbytes does, with a scale for each token."""
     codes, scales, _ = int8_vectorwise_quant(x.flatten(0, -2).half())
-    return (codes.float() * scales[:, None] / 127).view(x.shape)
+    rounded: Tensor = codes.float() * scales[:, None] / 127
+    return rounded.view(x.shape)

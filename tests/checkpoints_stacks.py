@@ -122,10 +122,10 @@ STACKS: dict[str, dict[str, Any]] = {
 """Fields of each kind's config."""
 
 
-def write_stack(folder: Path, variant: str) -> Path:
+def write_stack(folder: Path, kind: str) -> Path:
     """Write a tiny random model of a kind into `folder` and return it."""
-    fields = dict(STACKS[variant])
-    kind = fields.pop("model_type", variant)
+    fields, is_flat = dict(STACKS[kind]), kind.endswith("_flat")
+    kind = fields.pop("model_type", kind)
     config = CONFIG_MAPPING[kind](**{**fields, "image_token_id": 90, "image_token_index": 90})
     auto: Any = AutoModelForImageTextToText
     with torch.random.fork_rng(devices=[]):
@@ -135,7 +135,7 @@ def write_stack(folder: Path, variant: str) -> Path:
             randomise(name, parameter)
         model.tie_weights()
     model.save_pretrained(folder)
-    if variant.endswith("_flat"):
+    if is_flat:
         _flatten(folder / "config.json")
     return folder
 

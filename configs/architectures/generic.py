@@ -33,7 +33,7 @@ _ROPE_TYPES = frozenset({None, "default", "dynamic", "linear", "llama3", "propor
 
 _LAYER_KINDS = frozenset({"attention", "full_attention", "sliding_attention", "chunked_attention"})
 
-_UNSAID_LAYERS = {"granitemoehybrid": ("mamba",)}
+_UNSAID_LAYERS: dict[Any, tuple[str, ...]] = {"granitemoehybrid": ("mamba",)}
 """What types that may have recurrent layers consist of where layer_types is absent."""
 
 
@@ -76,7 +76,7 @@ def _obstacle(config: Mapping[str, Any]) -> str | None:
     ropes = {rope.get("rope_type", rope.get("type")) for rope in _ropes(config)} - _ROPE_TYPES
     if ropes:
         return f"rope_type {', '.join(sorted(map(str, ropes)))} is not served paged for {kind}"
-    layers = set(config.get("layer_types") or _UNSAID_LAYERS.get(kind, ())) - _LAYER_KINDS
+    layers = {*(config.get("layer_types") or _UNSAID_LAYERS.get(kind, ()))} - _LAYER_KINDS
     if layers:
         return f"layer_types {', '.join(sorted(layers))} are not served paged"
     table = config.get("vocab_size_per_layer_input") or config["vocab_size"]
