@@ -50,7 +50,8 @@ READING = {
     OWN: "Compared on one rank and on two.",
     GENERIC: "Compared on one rank and on two. Attention, cache, linear layers and both ends of\n"
     "the model are ours, all else is computed by transformers' modules. With another `rope_type`\n"
-    "than default, linear, llama3, proportional and yarn they are padded.",
+    "than default, dynamic, linear, llama3, proportional and yarn they are padded. Code that a\n"
+    "repository of one of these types brings (`auto_map`) is not run.",
     TEXT: "Their decoder alone is served, paged, as the parity page compares it. Their classes\n"
     "are\n"
     + "\n".join(f"`{name}`," for name in sorted(WRAPPERS)).rstrip(",")

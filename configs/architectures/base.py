@@ -93,8 +93,8 @@ class ModelArchitecture(Config):
         """The same model with dynamic rope fixed to that length; ValueError without one."""
         if length is not None:
             raise ValueError(
-                f"model.dynamic_rope_length ({length}) is for models with rope_type dynamic that "
-                f"are served paged, which this {self.architecture} is not: remove it"
+                f"model.dynamic_rope_length ({length}) is for models with rope_type dynamic of "
+                f"Llama's family and GPT-NeoX, not for this {self.architecture}: remove it"
             )
         return self
 

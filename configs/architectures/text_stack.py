@@ -58,7 +58,7 @@ _FLAT = {
     "Qwen2VLForConditionalGeneration": "qwen2_vl_text",
     "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl_text",
 }
-"""Classes whose published files have the decoder's fields beside those of images, and its type."""
+"""Classes of which published files have the decoder's fields beside those of images; its type."""
 
 _TIED = frozenset(
     {
