@@ -51,7 +51,8 @@ READING = {
     GENERIC: "Compared on one rank and on two. Attention, cache, linear layers and both ends of\n"
     "the model are ours, all else is computed by transformers' modules. With another `rope_type`\n"
     "than default, dynamic, linear, llama3, proportional and yarn they are padded. Code that a\n"
-    "repository of one of these types brings (`auto_map`) is not run.",
+    "repository of one of these types brings (`auto_map`) is not run. `granitemoehybrid` and\n"
+    "`lfm2_moe` are served without recurrent layers alone.",
     TEXT: "Their decoder alone is served, paged, as the parity page compares it. Their classes\n"
     "are\n"
     + "\n".join(f"`{name}`," for name in sorted(WRAPPERS)).rstrip(",")
@@ -131,7 +132,9 @@ def expected_heading(kind: str, architecture: str) -> str:
 def reason(kind: str, architecture: str) -> str:
     """Why a type is not paged by transformers' modules; "" for one that is."""
     sizes = {"vocab_size": 96, "num_hidden_layers": 2, "max_position_embeddings": 256}
-    found = parse(architecture, {"model_type": kind, **sizes})
+    # Of types that may have recurrent layers too, tiny models have none.
+    layers = {"layer_types": ["full_attention"] * 2}
+    found = parse(architecture, {"model_type": kind, **sizes, **layers})
     return found.reason if isinstance(found, PaddedArchitecture) else ""
 
 
