@@ -171,7 +171,9 @@ def model_task(folder: Path) -> ModelTask:
 
 def vocab_size(folder: Path) -> int:
     """Return how many token ids the model of a folder knows."""
-    return load_architecture(folder).vocab_size
+    own = _of_decoder(folder / "config.json", "vocab_size")
+    # Larger models may leave unsaid what transformers knows of their decoders.
+    return load_architecture(folder).vocab_size if own is None else int(own)
 
 
 def _of_decoder(path: Path, key: str) -> Any:

@@ -183,3 +183,9 @@ def test_the_sizes_of_a_folder_are_the_decoders(tmp_path: Path) -> None:
     assert end_token_ids(tmp_path) == (7,)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 8}))
     assert end_token_ids(tmp_path) == (8,)
+
+
+def test_a_size_that_a_file_leaves_unsaid(tmp_path: Path) -> None:
+    fields = {"architectures": [_wrapper("gemma3")], **PUBLISHED["gemma3"]}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    assert vocab_size(tmp_path) == 262208
