@@ -88,6 +88,9 @@ class GenericForCausalLM(nn.Module):
         over = weights.group if architecture.expert_parallel else None
         routed = RoutedLayers(self.causal, plan, len(self.projections), on_gpu, over)
         read_rest(self.causal, plan, weights, routed.own)
+        if self.device.type == "meta":
+            # It is built to be counted: nothing can be tried without values.
+            return
         routed.leave_stored(on_gpu)
         self.projections = (*self.projections, *routed.projections)
         self.adapts_experts_on_gpus = routed.on_gpus

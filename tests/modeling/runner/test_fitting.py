@@ -14,12 +14,13 @@ from configs.model import ModelConfig, Quantize
 from modeling.models.select import build_model
 from modeling.quantisation.formats import linear_format
 from modeling.runner import loading
-from modeling.runner.fitting import smaller_form, too_large, weight_sizes
+from modeling.runner.fitting import META, smaller_form, too_large, weight_sizes
 from modeling.runner.memory import DeviceMemory, cuda_blocks
 from sharding.checkpoint import DummySource
 from sharding.group import SingleRank
 from sharding.loader import Weights
 from tests.checkpoints import write_llama
+from tests.checkpoints_generic import write_generic
 from tests.modeling.parity import engine_config
 
 DTYPE = torch.bfloat16
@@ -92,3 +93,17 @@ def test_a_model_that_does_not_fit_says_which_form_would(
         loading.load_model(config, SingleRank(), torch.device("cuda"))
     with pytest.raises(ValueError, match=r"tensor_parallel\)$"):
         raise too_large(load_architecture(folder), SingleRank(), torch.float32, 1)
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "qwen3_moe", "deepseek_v3"])
+def test_models_of_transformers_modules_are_counted_without_values(
+    tmp_path: Path, kind: str
+) -> None:
+    """As they must be for the sentence about a model that did not fit."""
+    folder = write_generic(tmp_path, kind)
+    architecture = load_architecture(folder)
+    weights = Weights(DummySource(META, DTYPE), SingleRank(), DTYPE, META)
+    counted = weight_sizes(cast(nn.Module, build_model(architecture, weights)))
+    assert counted == weight_sizes(built(folder, Quantize.NONE))
+    error = too_large(architecture, SingleRank(), DTYPE, counted.fp8_bytes(DTYPE))
+    assert "in fp8 (model.quantize: fp8)" in str(error)
