@@ -16,6 +16,7 @@ from modeling.sampling.warpers import (
     SMALLEST_TEMPERATURE,
     FilteredRows,
     filter_columns,
+    guess_of,
 )
 from modeling.transfer import pack_to_device
 
@@ -72,7 +73,7 @@ def _random_rows(
     filters = np.full(len(params), -1, dtype=np.int32)
     filters[at] = np.arange(len(at))
     filtered = [params[index] for index in at]
-    own, inverse, keys, owners, filtered_at, top_k, top_p, least, typical_p = pack_to_device(
+    own, inverse, keys, owners, kept, top_k, top_p, least, typical, guessed = pack_to_device(
         [
             np.array(rows, dtype=np.int64),
             (1 / temperature.clip(SMALLEST_TEMPERATURE, LARGEST_TEMPERATURE)).astype(np.float32),
@@ -86,6 +87,9 @@ def _random_rows(
     found = None
     if at:
         ranks = any(p.top_k or p.top_p < 1 for p in filtered)
-        typical = any(p.typical_p < 1 for p in filtered)
-        found = FilteredRows(filtered_at, top_k, top_p, least, typical_p, ranks, typical)
+        has_typical = any(p.typical_p < 1 for p in filtered)
+        guesses = frozenset(map(guess_of, filtered))
+        found = FilteredRows(
+            kept, top_k, top_p, least, typical, guessed, ranks, has_typical, guesses
+        )
     return RandomRows(own, inverse, keys, owners, found)

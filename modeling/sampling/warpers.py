@@ -25,6 +25,12 @@ LARGEST_TEMPERATURE = 1e30
 
 TOP_K_OFF = 2**31 - 1
 
+GUESSED_SHARE = 0.5
+"""Kernels draw a token before they know what a filter keeps if it keeps this share."""
+
+BY_RANK, BY_SURPRISE = 1, 2
+"""The filter that a token is drawn before: top-p, or typical-p."""
+
 
 @dataclass(frozen=True)
 class FilteredRows:
@@ -33,6 +39,8 @@ class FilteredRows:
     rows: int64 indices into the random rows. top_k: int32, TOP_K_OFF where off.
     top_p, least, typical_p: float32; 1, minus infinity and 1 where off. least: ln min_p.
     ranks: whether a row has top_k or top_p. typical: whether a row has typical_p.
+    guessed: int32, BY_RANK or BY_SURPRISE where a row's token is drawn before that filter's cut is
+    known, else 0. guesses: those of any row.
     """
 
     rows: Tensor
@@ -40,12 +48,21 @@ class FilteredRows:
     top_p: Tensor
     least: Tensor
     typical_p: Tensor
+    guessed: Tensor
     ranks: bool
     typical: bool
+    guesses: frozenset[int]
+
+
+def guess_of(params: Sampling) -> int:
+    """Return before which filter's cut the row's token is drawn; see FilteredRows.guessed."""
+    if params.typical_p < 1:
+        return BY_SURPRISE if params.typical_p >= GUESSED_SHARE else 0
+    return BY_RANK if not params.top_k and GUESSED_SHARE <= params.top_p < 1 else 0
 
 
 def filter_columns(filtered: Sequence[Sampling]) -> list[npt.NDArray[Any]]:
-    """Return top_k, top_p, least and typical_p of rows that drop tokens, as in FilteredRows."""
+    """Return top_k, top_p, least, typical_p and guessed of filtered rows, as in FilteredRows."""
     min_p = np.array([p.min_p for p in filtered], dtype=np.float32)
     with np.errstate(divide="ignore"):
         least = np.log(min_p)
@@ -54,6 +71,7 @@ def filter_columns(filtered: Sequence[Sampling]) -> list[npt.NDArray[Any]]:
         np.array([p.top_p for p in filtered], dtype=np.float32),
         least,
         np.array([p.typical_p for p in filtered], dtype=np.float32),
+        np.array([guess_of(p) for p in filtered], dtype=np.int32),
     ]
 
 

@@ -136,13 +136,15 @@ def cut_kernel(
     share: "Pointer", moments: "Pointer", plans: "Pointer", totals: "Pointer", values: "Pointer",
     candidates: "Pointer", cuts: "Pointer", least: "Pointer", typical_p: "Pointer",
     keys_of_rows: "Pointer", filtered: "Pointer", rows: "Pointer", tokens: "Pointer", vocab: "Any",
-    block: tl.constexpr, few: tl.constexpr, TYPICAL: tl.constexpr,
+    block: tl.constexpr, few: tl.constexpr, bins: tl.constexpr, TYPICAL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Program (filtered row): write its last kept (key, id) into `cuts`, if its filters are on.
 
     If few tokens may be kept and no filter follows, draw its token, and say so by a key of -1.
     """
     j = tl.program_id(0)
+    if tl.load(cuts + j * 4) == -1:
+        return
     first, end = tl.load(plans + j * 5), tl.load(plans + j * 5 + 1)
     last, left = tl.load(plans + j * 5 + 2), tl.load(plans + j * 5 + 3)
     is_few = tl.load(plans + j * 5 + 4) == 1
@@ -153,13 +155,14 @@ def cut_kernel(
     mean = middle(moments + j * 2)
     kept_key, kept_id = first * 0 + 0x7FFFFFFF, first * 0 + 0x7FFFFFFF
     keys, ids, weights = _block(values, candidates, 0, count, mean, block, TYPICAL)
-    if last < 512:
+    if last < bins:
         kept_key, kept_id = _find(
-            values, candidates, count, mean, keys, ids, weights, edge(last), edge(last),
-            edge(last + 1), kept_key, kept_id, left.to(tl.int64), vocab, block, True, TYPICAL,
+            values, candidates, count, mean, keys, ids, weights, edge(last, bins),
+            edge(last, bins), edge(last + 1, bins), kept_key, kept_id, left.to(tl.int64), vocab,
+            block, True, TYPICAL,
         )  # fmt: skip
     if first <= end:
-        low, high = edge(first), edge(tl.minimum(end + 1, 512))
+        low, high = edge(first, bins), edge(tl.minimum(end + 1, bins), bins)
         first_key = tl.where(is_few, 0, low)
         if TYPICAL:
             total = tl.load(moments + j * 2)

@@ -11,6 +11,9 @@ last kept token is found exactly:
    or all up to those bins, where they are few.
 4. `cut_kernel` (`triton_candidates.py`) finds the last kept token among those.
 
+Where the filter is likely to keep it, a token is drawn without the filter before, and kept if the
+weights before it say so (`triton_guess.py`). Then the row is left out of these.
+
 Sums of weights are integers, exact in any order, so which programs add them changes nothing.
 """
 
@@ -23,8 +26,9 @@ from modeling.sampling.kernels.triton_draw import is_kept, magnitude, middle, ro
 from modeling.sampling.kernels.triton_exact import scaled_exp
 
 BINS = 512
-"""384 of width 1/16 up to 24, then 16 for each doubling. By surprise there are twice as many: those
-of tokens likelier than the mean are others. `tl.histogram` takes longer by the number."""
+"""384 of width 1/16 up to 24, then 16 for each doubling; half the number is twice as coarse. By
+surprise there are twice as many: those of tokens likelier than the mean are others. `tl.histogram`
+takes longer by the number."""
 
 FEW = 2048
 """Tokens that are collected whole, up to the last that may be kept."""
@@ -36,20 +40,21 @@ Pointer = Any
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _bin(key: "Any") -> "Any":
+def _bin(key: "Any", bins: tl.constexpr) -> "Any":
     """The bin of a float's magnitude; `edge` gives the least magnitude of a bin."""
     value = key.to(tl.float32, bitcast=True)
-    near = (tl.minimum(value, 24.0) * 16.0).to(tl.int32)
-    far = 384 + tl.minimum((key - 0x41C00000) >> 19, 127)
+    near = (tl.minimum(value, 24.0) * (bins // 32)).to(tl.int32)
+    beyond = (key - 0x41C00000).to(tl.uint32, bitcast=True) // (0x10000000 // bins)
+    far = bins // 4 * 3 + tl.minimum(beyond.to(tl.int32), bins // 4 - 1)
     return tl.where(value < 24.0, near, far)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def edge(bin: "Any") -> "Any":
+def edge(bin: "Any", bins: tl.constexpr) -> "Any":
     """The least key of a bin; infinity's beyond the last one."""
-    near = (bin.to(tl.float32) * 0.0625).to(tl.int32, bitcast=True)
-    far = 0x41C00000 + ((tl.minimum(bin, 511) - 384) << 19)
-    return tl.where(bin > 511, 0x7F800000, tl.where(bin < 384, near, far))
+    near = (bin.to(tl.float32) * (32 / bins)).to(tl.int32, bitcast=True)
+    far = 0x41C00000 + (tl.minimum(bin, bins - 1) - bins // 4 * 3) * (0x10000000 // bins)
+    return tl.where(bin >= bins, 0x7F800000, tl.where(bin < bins // 4 * 3, near, far))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -67,7 +72,7 @@ def weight_of(x: "Any") -> "Any":
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _tokens(
+def part_tokens(
     logits: "Pointer", rows: "Pointer", peaks: "Pointer", inverse: "Pointer",
     own: "Any", ids: "Any", vocab: "Any", stride: "Any", cuts: "Pointer", least: "Pointer",
     spread: tl.constexpr, AFTER: tl.constexpr,
@@ -97,7 +102,7 @@ def moments_kernel(
     j = tl.program_id(0)
     own = tl.load(filtered + j)
     ids = tl.program_id(1) * width + tl.arange(0, width)
-    x, counts = _tokens(
+    x, counts = part_tokens(
         logits, rows, peaks, inverse, own, ids, vocab, stride, cuts + j * 4, least + j, spread, True
     )  # fmt: skip
     weight = scaled_exp(x)
@@ -116,22 +121,26 @@ def count_kernel(
 ) -> None:  # fmt: skip
     """Program (filtered row, part): count its tokens by bin, int32 [filtered rows, bins] of zeros.
 
-    By surprise, a bin's second half counts the tokens that are likelier than the mean.
+    By surprise there are twice as many bins; every second one counts the tokens that are likelier
+    than the mean. Rows with a known token have no counts.
     """
     j = tl.program_id(0)
+    if tl.load(cuts + j * 4) == -1:
+        return
     own = tl.load(filtered + j)
     ids = tl.program_id(1) * width + tl.arange(0, width)
-    x, inside = _tokens(
+    x, inside = part_tokens(
         logits, rows, peaks, inverse, own, ids, vocab, stride, cuts + j * 4, least + j,
         spread, TYPICAL,
     )  # fmt: skip
     mean = middle(moments + j * 2)
-    bin = _bin(key_of(x, mean, TYPICAL))
+    bin = _bin(key_of(x, mean, TYPICAL), bins)
     if TYPICAL:
         bin = bin * 2 + (-x < mean).to(tl.int32)
-    found = tl.histogram(tl.where(inside, bin, 0), bins, inside)
-    index = tl.arange(0, bins)
-    tl.atomic_add(counts + j * bins + index, found, mask=found > 0, sem="relaxed")
+    all_bins: tl.constexpr = bins * 2 if TYPICAL else bins
+    found = tl.histogram(tl.where(inside, bin, 0), all_bins, inside)
+    index = tl.arange(0, all_bins)
+    tl.atomic_add(counts + j * all_bins + index, found, mask=found > 0, sem="relaxed")
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -148,8 +157,9 @@ def bracket_kernel(
     totals: int64 [filtered rows, 3] becomes zeros.
     """
     j = tl.program_id(0)
-    bin = tl.arange(0, bins)
-    found = tl.load(counts + j * bins + bin)
+    all_bins: tl.constexpr = bins * 2 if TYPICAL else bins
+    bin = tl.arange(0, all_bins)
+    found = tl.load(counts + j * all_bins + bin)
     upto = tl.cumsum(found, axis=0)
     before = upto - found
     wanted = tl.load(top_k + j)
@@ -160,15 +170,15 @@ def bracket_kernel(
     found = tl.where(limited, tl.minimum(found, tl.maximum(wanted - before, 0)), found)
 
     if TYPICAL:
-        low = edge(bin // 2).to(tl.float32, bitcast=True)
-        high = edge(bin // 2 + 1).to(tl.float32, bitcast=True)
+        low = edge(bin // 2, bins).to(tl.float32, bitcast=True)
+        high = edge(bin // 2 + 1, bins).to(tl.float32, bitcast=True)
         mean = middle(moments + j * 2)
         likelier = bin % 2 == 1
         nearest = tl.where(likelier, tl.maximum(mean - high, 0.0), mean + low)
         farthest = tl.where(likelier, tl.maximum(mean - low, 0.0), mean + high)
     else:
-        nearest = edge(bin).to(tl.float32, bitcast=True)
-        farthest = edge(bin + 1).to(tl.float32, bitcast=True)
+        nearest = edge(bin, bins).to(tl.float32, bitcast=True)
+        farthest = edge(bin + 1, bins).to(tl.float32, bitcast=True)
     # Wider than all that is rounded: weights, edges, shares. In units of weights.
     most = tl.exp(-nearest).to(tl.float64) * 1099621579000.0
     fewest = tl.maximum(tl.exp(-farthest).to(tl.float64) * 1099401676000.0 - 1.0, 0.0)
@@ -201,15 +211,16 @@ def bracket_kernel(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _pairs(a: "Any", b: "Any", a2: "Any", b2: "Any") -> "Any":
+def pairs(a: "Any", b: "Any", a2: "Any", b2: "Any") -> "Any":
+    """The sums of two pairs."""
     return a + a2, b + b2
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _sums(a: "Any", b: "Any") -> "Any":
     """The sums of two matrices."""
-    a, b = tl.reduce((a, b), 1, _pairs)
-    return tl.reduce((a, b), 0, _pairs)
+    a, b = tl.reduce((a, b), 1, pairs)
+    return tl.reduce((a, b), 0, pairs)
 
 
 @triton.jit(do_not_specialize=["stride"])  # type: ignore[untyped-decorator]
@@ -217,7 +228,7 @@ def gather_kernel(
     logits: "Pointer", rows: "Pointer", peaks: "Pointer", inverse: "Pointer",
     filtered: "Pointer", cuts: "Pointer", least: "Pointer", moments: "Pointer", plans: "Pointer",
     totals: "Pointer", values: "Pointer", candidates: "Pointer", vocab: "Any", stride: "Any",
-    width: tl.constexpr, spread: tl.constexpr, TYPICAL: tl.constexpr,
+    width: tl.constexpr, spread: tl.constexpr, bins: tl.constexpr, TYPICAL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Program (filtered row, part): collect the tokens of the bins that the plan names.
 
@@ -226,34 +237,36 @@ def gather_kernel(
     its last one and that of the k-th token.
     """
     j = tl.program_id(0)
+    if tl.load(cuts + j * 4) == -1:
+        return
     first, end = tl.load(plans + j * 5), tl.load(plans + j * 5 + 1)
     last, few = tl.load(plans + j * 5 + 2), tl.load(plans + j * 5 + 4)
-    if (first <= end) | (last < 512):
+    if (first <= end) | (last < bins):
         own = tl.load(filtered + j)
         # A thread of 256 holds a line of the matrix, so it numbers its tokens by itself.
         lines = tl.arange(0, 256)[:, None]
         ids = tl.program_id(1) * width + lines + tl.arange(0, width // 256)[None, :] * 256
-        x, inside = _tokens(
+        x, inside = part_tokens(
             logits, rows, peaks, inverse, own, ids, vocab, stride, cuts + j * 4, least + j,
             spread, TYPICAL,
         )  # fmt: skip
         # As keys: bins would take as many operations again.
         key = key_of(x, middle(moments + j * 2), TYPICAL)
-        start, stop = edge(first), edge(end + 1)
-        of_last, after_last = edge(last), edge(last + 1)
+        start, stop = edge(first, bins), edge(end + 1, bins)
+        of_last, after_last = edge(last, bins), edge(last + 1, bins)
         if few == 1:
             start = 0
-            if last < 512:
+            if last < bins:
                 stop = after_last
-        if (few == 0) | (last == 512):
+        if (few == 0) | ((last == bins) & (not TYPICAL)):
             weight = weight_of(x)
             before = tl.where(inside & (key < start), weight, 0)
-            between = inside & (key >= stop) & ((key < of_last) | (last == 512))
+            between = inside & (key >= stop) & ((key < of_last) | (last == bins))
             before, between = _sums(before, tl.where(between, weight, 0))
             tl.atomic_add(totals + j * 3 + 1, before, sem="relaxed")
             tl.atomic_add(totals + j * 3 + 2, between, sem="relaxed")
         taken = (key >= start) & (key < stop)
-        taken = inside & (taken | ((key >= of_last) & (key < after_last) & (last < 512)))
+        taken = inside & (taken | ((key >= of_last) & (key < after_last) & (last < bins)))
         number = tl.cumsum(taken.to(tl.int32), axis=1)
         found = tl.max(number, axis=1)
         upto = tl.cumsum(found, axis=0)

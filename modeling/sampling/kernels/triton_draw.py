@@ -73,11 +73,14 @@ def best_kernel(
 @triton.jit  # type: ignore[untyped-decorator]
 def draw_kernel(
     logits: "Pointer", rows: "Pointer", peaks: "Pointer", inverse: "Pointer", keys: "Pointer",
-    filters: "Pointer", cuts: "Pointer", least: "Pointer", moments: "Pointer", scores: "Pointer",
-    ids_of_scores: "Pointer", vocab: "Any", stride: "Any",
-    width: tl.constexpr, spread: tl.constexpr,
+    filters: "Pointer", cuts: "Pointer", least: "Pointer", moments: "Pointer", guessed: "Pointer",
+    scores: "Pointer", ids_of_scores: "Pointer", vocab: "Any", stride: "Any",
+    width: tl.constexpr, spread: tl.constexpr, GUESSED: tl.constexpr,
 ) -> None:  # fmt: skip
     """Program (random row, part): the part's best x - ln E among kept tokens, and its id.
+
+    GUESSED: only for filtered rows of which `guessed`, int32 [filtered rows], says the same; 0 for
+    all rows.
 
     cuts: int32 [filtered rows, 4]: the last kept (key, id) by likelihood, and by surprise. The
     first key is -1 where the token is known; then the part's id is -1.
@@ -87,7 +90,10 @@ def draw_kernel(
     out = own * tl.num_programs(1) + tl.program_id(1)
     filter = tl.load(filters + own)
     cut = cuts + tl.maximum(filter, 0) * 4
-    if (filter >= 0) & (tl.load(cut) == -1):
+    skipped = (filter >= 0) & (tl.load(cut) == -1)
+    if GUESSED != 0:
+        skipped |= (filter < 0) | (tl.load(guessed + tl.maximum(filter, 0)) != GUESSED)
+    if skipped:
         tl.store(scores + out, -float("inf"))
         tl.store(ids_of_scores + out, -1)
     else:

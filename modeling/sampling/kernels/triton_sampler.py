@@ -24,14 +24,18 @@ from modeling.sampling.kernels.triton_draw import (
     peaks_kernel,
 )
 from modeling.sampling.kernels.triton_exact import EXACT
+from modeling.sampling.kernels.triton_guess import check_kernel
 from modeling.sampling.rows import RandomRows
-from modeling.sampling.warpers import FilteredRows
+from modeling.sampling.warpers import BY_RANK, BY_SURPRISE, FilteredRows
 
 WIDTH = 4096
 """Columns of a part."""
 
 CANDIDATES = 8192
 """Tokens that a bisection holds in registers: nearly always all that there are."""
+
+GUESSES = 2
+"""How often a token is drawn before a filter's cut is known."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,19 @@ class _Launch:
         spread = triton.next_power_of_2(self.parts)
         return {"width": WIDTH, "spread": spread, "num_warps": 8, **EXACT}
 
+    def draw(self, cuts: "_Cuts", guessed: int = 0) -> tuple[Tensor, Tensor]:
+        """Return the parts' best scores and their ids, [m, parts]; guessed: see draw_kernel."""
+        random, filtered = self.random, self.random.filtered
+        least, stages = random.inverse, random.filters
+        if filtered is not None:
+            least, stages = filtered.least, filtered.guessed
+        scores, ids = torch.empty_like(self.peaks), torch.empty_like(self.peaks, dtype=torch.int32)
+        draw_kernel[tuple(self.peaks.shape)](
+            *self.rows, random.keys, random.filters, cuts.ends, least, cuts.moments, stages,
+            scores, ids, *self.sizes, GUESSED=guessed, **self.constants,
+        )  # fmt: skip
+        return scores, ids
+
 
 @dataclass(frozen=True)
 class _Cuts:
@@ -99,13 +116,7 @@ def draw(logits: Tensor, random: RandomRows, tokens: Tensor) -> None:
     launch = _Launch(logits, random, peaks, tokens)
     grid = (count, parts)
     peaks_kernel[grid](logits, random.rows, peaks, *launch.sizes, width=WIDTH)
-    cuts = _cuts(launch, random.filtered)
-    least = random.inverse if random.filtered is None else random.filtered.least
-    scores, ids = torch.empty_like(peaks), torch.empty_like(peaks, dtype=torch.int32)
-    draw_kernel[grid](
-        *launch.rows, random.keys, random.filters, cuts.ends, least, cuts.moments, scores, ids,
-        *launch.sizes, **launch.constants,
-    )  # fmt: skip
+    scores, ids = launch.draw(_cuts(launch, random.filtered))
     spread = triton.next_power_of_2(parts)
     choose_kernel[(count,)](scores, ids, random.rows, tokens, parts, spread=spread, num_warps=1)
 
@@ -118,6 +129,7 @@ def _cuts(launch: _Launch, filtered: FilteredRows | None) -> _Cuts:
     if filtered is None:
         return cuts
     if filtered.ranks:
+        _guess(launch, filtered, cuts, typical=False)
         _cut(launch, filtered, cuts, typical=False)
     if filtered.typical:
         cuts = replace(cuts, moments=torch.zeros_like(cuts.moments))
@@ -125,8 +137,26 @@ def _cuts(launch: _Launch, filtered: FilteredRows | None) -> _Cuts:
             *launch.rows, filtered.rows, cuts.ends, filtered.least, cuts.moments, *launch.sizes,
             **launch.constants,
         )  # fmt: skip
+        _guess(launch, filtered, cuts, typical=True)
         _cut(launch, filtered, cuts, typical=True)
     return cuts
+
+
+def _guess(launch: _Launch, filtered: FilteredRows, cuts: _Cuts, typical: bool) -> None:
+    """Draw tokens that a filter is likely to keep, and keep those that it keeps; changes `cuts`."""
+    stage = BY_SURPRISE if typical else BY_RANK
+    if stage not in filtered.guesses:
+        return
+    count = len(filtered.rows)
+    share = filtered.typical_p if typical else filtered.top_p
+    sums = torch.zeros(count, 3, dtype=torch.int64, device=launch.logits.device)
+    for _ in range(GUESSES):
+        scores, ids = launch.draw(cuts, stage)
+        check_kernel[count, launch.parts](
+            *launch.rows, filtered.rows, cuts.ends, filtered.least, cuts.moments,
+            filtered.guessed, share, scores, ids, sums, launch.tokens, *launch.sizes,
+            TYPICAL=typical, GUESSED=stage, **launch.constants,
+        )  # fmt: skip
 
 
 def _cut(launch: _Launch, filtered: FilteredRows, cuts: _Cuts, typical: bool) -> None:
@@ -136,21 +166,18 @@ def _cut(launch: _Launch, filtered: FilteredRows, cuts: _Cuts, typical: bool) ->
     """
     count, vocab, device = len(filtered.rows), launch.logits.shape[1], launch.logits.device
     shared = (*launch.rows, filtered.rows, cuts.ends, filtered.least, cuts.moments)
-    bins, kind = 2 * BINS if typical else BINS, {"TYPICAL": typical}
+    kind = {"TYPICAL": typical, "bins": BINS}
     share = filtered.typical_p if typical else filtered.top_p
-    counts = torch.zeros(count, bins, dtype=torch.int32, device=device)
+    counts = torch.zeros(count, 2 * BINS if typical else BINS, dtype=torch.int32, device=device)
     plans = torch.empty(count, 5, dtype=torch.int32, device=device)
     totals = torch.empty(count, 3, dtype=torch.int64, device=device)
     values = torch.empty(count, vocab, dtype=torch.float32, device=device)
     candidates = torch.empty(count, vocab, dtype=torch.int32, device=device)
     grid = (count, launch.parts)
-    count_kernel[grid](
-        *shared, counts, *launch.sizes, bins=bins, **kind, **launch.constants
-    )  # fmt: skip
+    count_kernel[grid](*shared, counts, *launch.sizes, **kind, **launch.constants)
     bracket_kernel[(count,)](
-        counts, filtered.top_k, share, cuts.moments, plans, totals, few=FEW, bins=bins,
-        num_warps=4, **kind,
-    )  # fmt: skip
+        counts, filtered.top_k, share, cuts.moments, plans, totals, few=FEW, num_warps=4, **kind
+    )
     gather_kernel[grid](
         *shared, plans, totals, values, candidates, *launch.sizes, **kind, **launch.constants
     )

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from configs.wire.sampling import Sampling
@@ -95,6 +96,23 @@ def test_tokens_are_the_references(vocab: int) -> None:
             for row in range(rows)
             if found[row] != expected[row]
         ]
+
+
+def test_guessed_tokens_are_the_references() -> None:
+    """Some are kept at once, some after another guess, some by the cut; half of all are equal."""
+    rng = random.Random(1)
+    rows, vocab = 8, SIZES[3]
+    logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(1))
+    logits[::2] = (logits[::2] * 2).round()
+    kinds = [
+        Sampling(temperature=1.0, top_p=0.95),
+        Sampling(temperature=1.0, typical_p=0.9),
+        Sampling(temperature=1.0, top_p=0.5),
+        Sampling(temperature=1.0, top_p=0.7, min_p=0.1),
+    ]
+    params = [replace(kinds[row % 4], seed=rng.getrandbits(64)) for row in range(rows)]
+    positions = [rng.randrange(10000) for _ in range(rows)]
+    assert drawn(logits, params, positions) == reference(logits, params, positions)
 
 
 def adjusted_rows(device: torch.device, vocab: int) -> Adjustments:
