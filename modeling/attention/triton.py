@@ -25,8 +25,14 @@ from modeling.attention.base import (
 )
 from modeling.attention.kv_cache import FP8, LayerCache
 from modeling.attention.pages import RowPages, starts
-from modeling.attention.triton_decode import COMBINED, combine_kernel, decode_kernel
-from modeling.attention.triton_forms import decode_form, padded_head, prefill_form, widened
+from modeling.attention.triton_decode import decode_kernel
+from modeling.attention.triton_forms import (
+    LEAST_TILE,
+    decode_form,
+    padded_head,
+    prefill_form,
+    widened,
+)
 from modeling.attention.triton_prefill import TILE_WORDS, prefill_kernel
 from modeling.transfer import pack_to_device
 from modeling.triton_launch import Launcher, aligned, has_dependent_launch, launch_options
@@ -46,7 +52,8 @@ class DecodeRows:
 
     tokens, offsets, lengths: int32 [n], the index of each one's first token in q, where its pages'
     numbers start in the tables, its keys. longest: no row has more keys. room: tokens in q for each
-    row. queries: int32 [n], how many of these count; not read where there is room for one.
+    row. queries: int32 [n], how many of these count; not read where there is room for one. arrived:
+    int32 zeros [n * heads], in which programs of a tile count each other; zeros after each launch.
     """
 
     tokens: Tensor
@@ -55,6 +62,7 @@ class DecodeRows:
     longest: int
     room: int
     queries: Tensor
+    arrived: Tensor
 
 
 @dataclass(frozen=True)
@@ -99,7 +107,6 @@ class TritonAttention(AttentionBackend):
         shared = shared_memory(spec.device)
         self.decode_form, self.prefill_form = decode_form(spec, shared), prefill_form(spec, shared)
         self._launch_decode = Launcher(decode_kernel)
-        self._launch_combine = Launcher(combine_kernel)
         self._launch_prefill = Launcher(prefill_kernel)
         self._dependent = has_dependent_launch(spec.device)
         slopes = spec.alibi or (0.0,) * spec.num_heads
@@ -143,11 +150,13 @@ class TritonAttention(AttentionBackend):
         offsets = np.arange(len(queries), dtype=np.int32) * tables.shape[1]
         alone = queries == 1
         tiles = self._tiles(np.stack((offsets, at, queries, keys), axis=1)[~alone])
-        columns = at[alone], offsets[alone], keys[alone]
-        tokens, starts_of, lengths, others = pack_to_device((*columns, tiles), tables.device)
+        arrived = np.zeros(alone.sum() * self.spec.num_heads, dtype=np.int32)
+        columns = at[alone], offsets[alone], keys[alone], arrived
+        tokens, starts_of, lengths, zeros, others = pack_to_device((*columns, tiles), tables.device)
         decode = None
         if alone.any():
-            decode = DecodeRows(tokens, starts_of, lengths, int(keys[alone].max()), 1, lengths)
+            longest = int(keys[alone].max())
+            decode = DecodeRows(tokens, starts_of, lengths, longest, 1, lengths, zeros)
         return TritonStep(
             self,
             tuple(query_lengths),
@@ -208,58 +217,42 @@ class TritonAttention(AttentionBackend):
         return sorted_tiles
 
     def _decode(self, layer: Layer, rows: DecodeRows) -> None:
-        """Compute the splits, then combine them; the second launch finds little to do at times."""
         spec, form = self.spec, self.decode_form
         if rows.room > 1:
             form = widened(form, spec, rows.room)
         count, seen = len(rows.lengths), min(rows.longest, layer.window + rows.room - 1)
         max_count = min(form.max_splits, -(-seen // form.min_split))
-        splits = (count * rows.room, spec.num_heads, max_count)
+        blocks = spec.num_kv_heads * -(-self._cache["GROUP"] // form.packed)
+        programs, alone = form.shares(blocks * count, max_count)
+        # Rows that one program computes whole leave nothing in memory.
+        stored = 0 if max_count <= alone else count
+        splits = (stored * rows.room, spec.num_heads, max_count)
         device = layer.q.device
         partials = torch.empty(*splits, spec.head_dim, dtype=torch.float32, device=device)
         sums = torch.empty(*splits, 2, dtype=torch.float32, device=device)
-        tiles = spec.num_kv_heads * -(-self._cache["GROUP"] // form.packed)
-        programs = max(1, min(max_count, form.programs // (tiles * count)))
         pointers: tuple[Tensor, ...]
         pointers = (layer.q, *layer.parts, layer.out, partials, sums, layer.sinks, self._slopes)
-        words = (rows.tokens, rows.offsets, rows.lengths, rows.queries, layer.tables)
-        sizes = {
-            **self._scores,
-            "QUERIES": rows.room,
-            "BLOCK_N": form.keys,
-            "MIN_SPLIT": form.min_split,
-            "MAX_SPLITS": form.max_splits,
-            "SINKS": layer.has_sinks,
-        }
+        words = (rows.tokens, rows.offsets, rows.lengths, rows.queries, rows.arrived, layer.tables)
         stride = layer.q.stride(0)
         self._launch_decode(
             (rows.room, stride, layer.has_sinks, layer.sinks.dtype, aligned(*pointers)),
-            (tiles, count, programs),
-            (*pointers, *words, layer.window, max_count, *layer.factors),
+            (blocks, count, programs),
+            (*pointers, *words, layer.window, max_count, alone, *layer.factors),
             {
                 **self._cache,
-                **sizes,
+                **self._scores,
                 "Q_STRIDE": stride,
+                "QUERIES": rows.room,
                 "PACKED": form.packed,
-                "BLOCK_M": form.rows,
+                "BLOCK_M": max(LEAST_TILE, form.rows),
+                "LIVE_M": form.rows,
+                "BLOCK_N": form.keys,
+                "MIN_SPLIT": form.min_split,
+                "MAX_SPLITS": form.max_splits,
+                "CHUNK": form.ahead(self._scores["BLOCK_D"]),
+                "SINKS": layer.has_sinks,
             },
-            self._options(form.warps, form.stages),
-        )
-        pointers = (layer.out, partials, sums, layer.sinks)
-        self._launch_combine(
-            (rows.room, layer.has_sinks, layer.sinks.dtype, aligned(*pointers)),
-            (spec.num_heads, count * rows.room),
-            (
-                *pointers,
-                rows.tokens,
-                rows.lengths,
-                rows.queries,
-                layer.window,
-                max_count,
-                layer.factors[2],
-            ),
-            {**sizes, "HEADS": spec.num_heads, "CHUNK": min(COMBINED, form.max_splits)},
-            self._options(4, 1),
+            self._options(form.warps, form.stages, form.registers),
         )
 
     def _prefill(self, layer: Layer, tiles: Tensor) -> None:
@@ -290,8 +283,9 @@ class TritonAttention(AttentionBackend):
             return scale * math.log2(math.e), 0.0, cache.scales.values
         return 2 * scale / cap, cap * math.log2(math.e), cache.scales.values
 
-    def _options(self, warps: int, stages: int) -> dict[str, Any]:
-        return {"num_warps": warps, "num_stages": stages, **launch_options(self._dependent)}
+    def _options(self, warps: int, stages: int, registers: int | None = None) -> dict[str, Any]:
+        sizes = {"num_warps": warps, "num_stages": stages, "maxnreg": registers}
+        return {**sizes, **launch_options(self._dependent)}
 
 
 class GraphTriton(GraphAttention):
@@ -304,7 +298,8 @@ class GraphTriton(GraphAttention):
         tokens = torch.arange(rows, dtype=torch.int32, device=words.device) * room
         longest = (len(words) // rows - HEADERS) * self._page_size
         lengths, offsets, queries = words[: HEADERS * rows].view(HEADERS, rows)
-        decode = DecodeRows(tokens, offsets, lengths, longest, room, queries)
+        arrived = torch.zeros(rows * backend.spec.num_heads, dtype=torch.int32, device=words.device)
+        decode = DecodeRows(tokens, offsets, lengths, longest, room, queries, arrived)
         rooms = (room,) * rows
         self.step = TritonStep(backend, rooms, rooms, decode, None, words[HEADERS * rows :])
 

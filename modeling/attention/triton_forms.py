@@ -9,16 +9,23 @@ from modeling.attention.base import AttentionSpec
 SMALL_SHARED = 2**17
 """Bytes of shared memory of one program; GPUs with less than this load fewer blocks ahead."""
 
+LEAST_TILE = 16
+"""Lines of a product's first factor, at least."""
+
+LOADED_NUMBERS = 4096
+"""Numbers of splits' results that a program loads at once: 32 of a thread."""
+
 
 @dataclass(frozen=True)
 class DecodeForm:
     """How rows of few tokens are computed.
 
-    rows: of a tile (tokens times packed heads), a power of two, at least 16. packed: query heads of
-    a tile, of those that share a KV head. keys: of a block, a power of two. warps: of a program.
-    stages: blocks that are loaded ahead, and the current one. min_split: keys that are worth a
-    split. max_splits: of a row, a power of two. programs: about how many of a launch are enough;
-    with more rows, each takes several splits.
+    rows: of a tile (tokens times packed heads), a power of two. packed: query heads of a tile, of
+    those that share a KV head. keys: of a block, a power of two. warps: of a program. stages:
+    blocks that are loaded ahead, and the current one. min_split: keys that are worth a split.
+    max_splits: of a row, a power of two. registers: of a thread at most, or None. programs: about
+    how many of a launch are enough; with more rows, each takes several splits. busy: a program
+    computes rows of up to a split for each so many tiles of a launch alone.
     """
 
     rows: int
@@ -28,7 +35,21 @@ class DecodeForm:
     stages: int
     min_split: int
     max_splits: int
-    programs: int = 1024
+    registers: int | None = None
+    programs: int = 4096
+    busy: int = 128
+
+    def shares(self, tiles: int, splits: int) -> tuple[int, int]:
+        """Return programs of each tile, and how many splits one of them computes alone.
+
+        tiles: of a launch. splits: of a row at most.
+        """
+        programs = max(1, min(splits, self.programs // tiles))
+        return programs, splits if programs == 1 else max(1, tiles // self.busy)
+
+    def ahead(self, width: int) -> int:
+        """Return how many splits' results are loaded at once; width: of a head, padded."""
+        return max(1, min(8, LOADED_NUMBERS // (self.rows * width)))
 
 
 @dataclass(frozen=True)
@@ -59,15 +80,20 @@ def decode_form(spec: AttentionSpec, shared: int) -> DecodeForm:
     # Without tensor cores the products of a block are all in registers.
     numbers = 2048 if spec.dtype == torch.float32 else 8192
     keys = min(128, max(16, numbers // width))
+    registers = None
+    if spec.dtype != torch.float32 and width == 128:
+        # Four programs of a multiprocessor at once, instead of two with blocks of 64 keys.
+        keys, registers = 32, 128
     tiles = spec.num_kv_heads * -(-group // packed)
     return DecodeForm(
-        rows=max(16, _power(packed)),
+        rows=_power(packed),
         packed=packed,
         keys=keys,
         warps=4,
         stages=3 if shared >= SMALL_SHARED else 2,
         min_split=192,
         max_splits=min(128, max(8, _power(256 // tiles))),
+        registers=registers,
     )
 
 
@@ -77,7 +103,10 @@ def widened(form: DecodeForm, spec: AttentionSpec, queries: int) -> DecodeForm:
     if spec.dtype == torch.float32:
         most = min(most, 32)
     packed = min(spec.num_heads // spec.num_kv_heads, max(1, most // queries))
-    return replace(form, rows=max(16, _power(packed * queries)), packed=packed)
+    rows = _power(packed * queries)
+    # More lines take more registers; fewer lines than the least product has take as many as it.
+    registers = form.registers if rows <= LEAST_TILE else None
+    return replace(form, rows=rows, packed=packed, registers=registers)
 
 
 def prefill_form(spec: AttentionSpec, shared: int) -> PrefillForm:

@@ -99,6 +99,29 @@ def test_an_fp8_cache(dtype: torch.dtype, kind: type[AttentionBackend]) -> None:
     check(Paged(LENGTHS, 16, dtype=dtype, scales=scales, **RULES["all"]), tolerance, kind)
 
 
+@pytest.mark.parametrize(("window", "rule"), [(None, {}), (100, RULES["all"])])
+def test_which_programs_compute_a_row_changes_no_bit(
+    window: int | None, rule: dict[str, Any], kind: type[AttentionBackend]
+) -> None:
+    """Rows of 1 to 8 splits: a program takes all of a row's, or several, or one."""
+    from modeling.attention.triton import TritonAttention, TritonStep
+
+    paged = Paged([(1, 5), (1, 300), (1, 90), (1, 33)], 16, heads=(4, 2), window=window, **rule)
+    starts, found = torch.arange(5, dtype=torch.int32), []
+    for programs, busy in ((1, 1), (16, 10**9), (64, 10**9), (64, 2)):
+        backend = kind(paged.spec())
+        assert isinstance(backend, TritonAttention)
+        backend.decode_form = replace(backend.decode_form, programs=programs, busy=busy)
+        step = backend.prepare([1] * 4, [keys for _, keys in paged.lengths], paged.tables)
+        q = torch.cat([q for q, _, _ in paged.rows])
+        out = backend.forward(q, paged.cache, starts, paged.tables, step, window, paged.sinks)
+        assert isinstance(step, TritonStep)
+        assert step.decode is not None
+        assert not step.decode.arrived.any(), "zeros again for the next layer"
+        found.append(out)
+    assert all(torch.equal(found[0], other) for other in found[1:])
+
+
 @pytest.mark.parametrize("window", [None, 40])
 def test_captured_decode(window: int | None, kind: type[AttentionBackend]) -> None:
     """One step over static words; what other rows are beside a row changes no bit of it."""
