@@ -46,7 +46,7 @@ class RowsCut:
         return warps, turn, shares
 
 
-CUTS = (RowsCut(8, 16, 8, 4), RowsCut(16, 16, 8, 2))
+CUTS = (RowsCut(8, 16, 4, 8), RowsCut(16, 16, 4, 4))
 
 
 def rows_cut(rows: int, groups: OperandGroups) -> RowsCut | None:

@@ -16,10 +16,6 @@ from modeling.quantisation.base import LEAST_CHUNK, QuantisedWeight
 from modeling.quantisation.products import gpu_products
 from sharding.linear_weight import LinearWeight, OperandGroups, Operands
 
-TIMED = False
-"""Whether launches that an adapter's shrink joins were timed on a GPU: nothing takes them before.
-Their results were compared, but for codes that stand for other numbers."""
-
 
 @dataclass(frozen=True)
 class Groups:
@@ -145,9 +141,16 @@ class IntegerWeight(QuantisedWeight):
         return gpu.integers(self.operands(x), bias, out)
 
     def joins(self, x: Tensor) -> bool:
-        """Return whether a GPU has a kernel for few tokens of x."""
+        """Return whether a GPU has a kernel for few tokens of x that an adapter's shrink may join.
+
+        Codes with zero points, and those that stand for other numbers, have one too, whose results
+        were not compared as it is cut now.
+        """
         is_wide = self.is_packed and 2 * self.codes.shape[2] >= LEAST_CHUNK
-        return TIMED and is_wide and self.size is not None and gpu_products(x) is not None
+        is_compared = self.zeros is None and self.table is None
+        if not is_wide or self.size is None or not is_compared:
+            return False
+        return gpu_products(x) is not None
 
     def operands(self, x: Tensor) -> Operands:
         """Return x in the order of the codes, and the codes."""

@@ -13,7 +13,6 @@ from modeling.adapters.kernels.select import select_kernel
 from modeling.adapters.product import AdapterData, OutputSlice
 from modeling.quantisation.base import QuantisedWeight
 from modeling.quantisation.fp8 import round_rows
-from modeling.quantisation.integers import TIMED
 from sharding.linear_weight import DenseWeight, LinearWeight
 from tests.modeling.adapters.loaded_bank import NUM_LAYERS, Case, fill_bank, truth
 from tests.modeling.quantisation.test_cuda import INTEGERS
@@ -191,7 +190,7 @@ PRODUCT_CASES = [
 @on_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", ["identical", "distinct", "zipf", "base"])
-@pytest.mark.parametrize("form", ["dense", "fp8", *(INTEGERS if TIMED else ())])
+@pytest.mark.parametrize("form", ["dense", "fp8", "4 bits"])
 def test_the_base_product_and_the_deltas_of_one_launch(
     banks: dict[torch.dtype, AdapterBank], dtype: torch.dtype, kind: str, form: str
 ) -> None:
@@ -242,6 +241,20 @@ def test_steps_of_many_rows_and_float32_leave_the_base_product_to_torch(
         plan.update([3] * num_tokens, [1] * num_tokens)
         data = plan.batch(num_tokens)
         assert not data.has_product(x, DenseWeight(weight), case.targets)
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("form", ["act-order", "from a table"])
+def test_codes_with_more_than_scales_have_launches_of_their_own(
+    banks: dict[torch.dtype, AdapterBank], form: str
+) -> None:
+    bank, case = make_bank(banks, torch.bfloat16), PRODUCT_CASES[1]
+    x = torch.randn(4, case.inputs, device="cuda").to(torch.bfloat16)
+    plan = make_plan(bank, 4)
+    plan.update([3] * 4, [1] * 4)
+    weight = INTEGERS[form](torch.bfloat16, case.outputs, case.inputs)
+    assert not plan.batch(4).has_product(x, weight, case.targets)
 
 
 @pytest.mark.gpu
