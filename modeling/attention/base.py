@@ -80,6 +80,11 @@ class GraphAttention(ABC):
 
     step: AttentionStep
 
+    @property
+    def key_lengths(self) -> Tensor | None:
+        """Where the graph reads key lengths, int32 [rows], if kernels of it may write them too."""
+        return None
+
     @abstractmethod
     def write(
         self, words: Words, key_lengths: Words, tables: Words, query_lengths: Words | None = None

@@ -302,6 +302,12 @@ class GraphTriton(GraphAttention):
         decode = DecodeRows(tokens, offsets, lengths, longest, room, queries, arrived)
         rooms = (room,) * rows
         self.step = TritonStep(backend, rooms, rooms, decode, None, words[HEADERS * rows :])
+        self._lengths = lengths
+
+    @property
+    def key_lengths(self) -> Tensor:
+        """Kernels may write them that are no dependent launches, and not right before attention."""
+        return self._lengths
 
     def write(
         self, words: Words, key_lengths: Words, tables: Words, query_lengths: Words | None = None

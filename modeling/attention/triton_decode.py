@@ -202,7 +202,8 @@ def decode_kernel(
     kv_head = tl.program_id(0) // ((GROUP + PACKED - 1) // PACKED)
     own = tl.program_id(1)
     program = tl.program_id(2)
-    # Lengths and tables are written by copies, never by a kernel, so they may be read before.
+    # Lengths and tables are written by copies, or long before (see GraphTriton.key_lengths), so
+    # they may be read before the kernel in front of this one ends.
     length = tl.load(lengths + own)
     token = tl.load(tokens + own).to(tl.int64)
     table = tables + tl.load(offsets + own)

@@ -102,7 +102,10 @@ class Eagle3Layer(nn.Module):
 
 
 class Eagle3Heads(nn.Module):
-    """The heads of a target model on one rank. layers: of the target, read behind each."""
+    """The heads of a target model on one rank.
+
+    layers: of the target, read behind each. vocab_size: the target's.
+    """
 
     def __init__(self, config: Eagle3Architecture, model: PagedModel, weights: Weights) -> None:
         """model: the target."""
@@ -121,7 +124,7 @@ class Eagle3Heads(nn.Module):
         embedding = VocabParallelEmbedding(name, vocab_size, size, weights) if own else None
         # In a tuple what is the target's is no module of this one.
         self._embedding = (embedding or model.embedding,)
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         count = config.draft_vocab_size or vocab_size
         self._head = (model,)
         self.lm_head: ParallelHead | None = None
@@ -172,7 +175,7 @@ class Eagle3Heads(nn.Module):
         logits: Tensor = self.lm_head(normed)
         if self._targets is None:
             return logits
-        whole = logits.new_full((len(logits), self._vocab_size), float("-inf"))
+        whole = logits.new_full((len(logits), self.vocab_size), float("-inf"))
         whole[:, self._targets] = logits
         return whole
 

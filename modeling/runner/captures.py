@@ -24,6 +24,8 @@ from modeling.runner.cuda_graphs import (
     StepOutputs,
     graph_sizes,
 )
+from modeling.runner.eagle3_graphs import Eagle3Graphs
+from modeling.runner.eagle3_guesses import Eagle3Guesser
 from modeling.runner.memory import GRAPH_BYTES, PIECE_BYTES
 from modeling.runner.piecewise import (
     PieceRecorder,
@@ -73,16 +75,18 @@ class StepGraphs(NamedTuple):
     """A runner's captured steps; None where there are none.
 
     checked: those that check drafts, by tokens of a row, ascending.
+    heads: EAGLE-3's entries and guesses.
     """
 
     decode: DecodeGraphs | None
     mixed: PiecewiseGraphs | None
     checked: tuple[DecodeGraphs, ...] = ()
+    heads: Eagle3Graphs | None = None
 
     @property
-    def all(self) -> tuple[DecodeGraphs | PiecewiseGraphs, ...]:
+    def all(self) -> tuple[DecodeGraphs | PiecewiseGraphs | Eagle3Graphs, ...]:
         """Those that there are, in the order in which they are recorded."""
-        return tuple(filter(None, (self.decode, *self.checked, self.mixed)))
+        return tuple(filter(None, (self.decode, *self.checked, self.heads, self.mixed)))
 
     @property
     def num_unrecorded(self) -> int:
@@ -146,13 +150,14 @@ def capture(
     device: torch.device,
     hidden: Forward,
     checking: Sequence[AttentionBackend] = (),
+    guesser: Eagle3Guesser | None = None,
 ) -> StepGraphs:
     """Prepare steps of these sizes to be recorded.
 
     hidden: as `parts.forward`, to hidden states of all tokens. checking: the attention of steps
-    that check drafts.
+    that check drafts. guesser: EAGLE-3's, whose entries and guesses are captured too.
     """
-    decode = mixed = None
+    decode = mixed = heads = None
     checked: list[DecodeGraphs] = []
     if sizes.decode:
         record = GraphRecorder(device)
@@ -162,8 +167,11 @@ def capture(
         for queries, rows in sizes.checked:
             own = replace(parts, backends=checking, queries=queries)
             checked.append(DecodeGraphs(own, rows, device, record, outputs))
+        if guesser is not None:
+            rooms = ((1, sizes.decode), *sizes.checked)
+            heads = guesser.graphs(parts.state, outputs.states, rooms, record)
     if sizes.mixed:
         slots = [tables.dummy_slot(parts.dummy_block) for tables in parts.state.tables]
         piecewise = PiecewiseParts(hidden, parts.backends, slots, parts.adapters)
         mixed = PiecewiseGraphs(piecewise, sizes.mixed, device, PieceRecorder(device))
-    return StepGraphs(decode, mixed, tuple(checked))
+    return StepGraphs(decode, mixed, tuple(checked), heads)

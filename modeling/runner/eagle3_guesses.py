@@ -17,14 +17,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from configs.architectures.rope import POSITIONS_PER_SET
 from modeling.attention.base import AttentionBackend
 from modeling.attention.kv_cache import CacheSpec, allocate
 from modeling.attention.kv_layout import KvLayout
 from modeling.batch import ForwardBatch
 from modeling.models.eagle3 import DraftStep, Eagle3Heads
 from modeling.runner.block_tables import GroupLayout, Ints
+from modeling.runner.cuda_graphs import Record, graph_sizes
+from modeling.runner.eagle3_graphs import Draw, Eagle3Graphs, HeadParts
 from modeling.runner.guesses import GuessedRows, RightSamples, draw, right_samples
-from modeling.runner.input_batch import StepLayout
+from modeling.runner.input_batch import InputBatch, StepLayout
 from modeling.transfer import pack_to_device, to_device
 
 
@@ -56,7 +59,7 @@ class Eagle3Drafter:
     """Heads that are loaded, without memory for entries yet.
 
     backend: of their attention. stride: pages from one block to the next in the model's tables.
-    rows: batch slots. most: tokens of a draft.
+    rows: batch slots. most: tokens of a draft. most_running: requests beside which drafts are made.
     """
 
     heads: Eagle3Heads
@@ -65,6 +68,7 @@ class Eagle3Drafter:
     stride: int
     rows: int
     most: int
+    most_running: int
 
     @classmethod
     def of(
@@ -75,10 +79,11 @@ class Eagle3Drafter:
         backend: AttentionBackend,
         rows: int,
         most: int,
+        most_running: int,
     ) -> "Eagle3Drafter":
         """layers: the target's. layout: of its cache."""
         states = LayerStates(layers, heads.layers)
-        return cls(heads, states, backend, layout.groups[0].stride, rows, most)
+        return cls(heads, states, backend, layout.groups[0].stride, rows, most, most_running)
 
     @property
     def spec(self) -> CacheSpec:
@@ -120,21 +125,65 @@ class Eagle3Guesser:
         tokens: Tensor,
         sampled: Tensor,
         kept: Tensor | None,
+        graphs: Eagle3Graphs | None,
     ) -> GuessedRows | None:
         """Make the entries of a step's tokens, and guess where the batch wants it.
 
         tokens: the token buffer, with the step's samples. sampled: int64 [s]. kept: what a replay
         has kept of the layers' states, [s, layers * width]; None: they are taken.
         """
-        g = self._entries(layout, tokens, kept)
+        g = None
+        if kept is None or graphs is None or not self._replayed(batch, layout, graphs):
+            g = self._entries(layout, tokens, kept)
         if not batch.guesses or not len(layout.targets):
             return None
         count = min(batch.guesses, self._drafter.most)
+        samples = [row.num_samples > 0 for row in batch.rows]
+        size = None if graphs is None else graphs.chain.size(sum(samples))
+        if size is None or graphs is None:
+            return self._launched(count, batch, layout, sampled, g, graphs)
+        right = None
+        if g is not None or any(each.temperature > 0 for each in layout.sampling):
+            right = right_samples(count, batch.rows, layout, sampled)
+        if g is not None and right is not None:
+            at, positions = pack_to_device([layout.last_tokens, layout.positions], g.device)
+            at = at[right.at]
+            graphs.chain.begin(g[at], positions[at] % POSITIONS_PER_SET)
+        found = graphs.chain.run(size, *self._reach(batch, layout), count, _drawing(right))
+        return GuessedRows(found, samples)
+
+    def _replayed(self, batch: ForwardBatch, layout: StepLayout, graphs: Eagle3Graphs) -> bool:
+        """Replay the entries of a step; False where no graph serves it."""
+        return graphs.run_entries(batch.rows, layout, self._own_pages(layout.groups[0]))
+
+    def _reach(self, batch: ForwardBatch, layout: StepLayout) -> tuple[Ints, Ints]:
+        """Where the chain of each row that samples may begin, [m], and its pages, [m, pages]."""
+        group = self._own_pages(layout.groups[0])
+        counts = np.array([row.num_samples for row in batch.rows if row.num_samples])
+        at = layout.last_tokens[counts.cumsum() - counts]
+        rows = np.searchsorted(group.bounds, at, side="right") - 1
+        longest = int(group.key_lengths[rows].max()) + self._drafter.most - 1
+        return group.key_lengths[rows] - counts, self._tables(group, rows, longest)
+
+    def _launched(
+        self,
+        count: int,
+        batch: ForwardBatch,
+        layout: StepLayout,
+        sampled: Tensor,
+        g: Tensor | None,
+        graphs: Eagle3Graphs | None,
+    ) -> GuessedRows:
+        """Guess kernel by kernel; g: None where a replay has left the last tokens'."""
         right = right_samples(count, batch.rows, layout, sampled)
         # The lengths of rows must be known here, to plan their attention.
         at = layout.last_tokens[right.at.cpu().numpy()]
-        found = self._chain(count, right, layout, at, g[to_device(at, g.device)])
-        return GuessedRows(found, right.rows)
+        if g is not None:
+            own = g[to_device(at, g.device)]
+        else:
+            assert graphs is not None
+            own = graphs.chain.g[: len(at)]
+        return GuessedRows(self._chain(count, right, layout, at, own), right.rows)
 
     def _entries(self, layout: StepLayout, tokens: Tensor, kept: Tensor | None) -> Tensor:
         """Write the entries of all tokens and return g, [tokens, hidden]."""
@@ -181,6 +230,34 @@ class Eagle3Guesser:
             found.append(draw(self._heads.logits(g).unsqueeze(1), right, ahead))
         return torch.cat(found, dim=1)
 
+    def graphs(
+        self,
+        state: InputBatch,
+        states: Tensor,
+        rooms: Sequence[tuple[int, Sequence[int]]],
+        record: Record,
+    ) -> Eagle3Graphs:
+        """Prepare entries and guesses to be captured.
+
+        state: of the runner. states: where replays leave what heads read, [samples, any]. rooms:
+        the sizes of captured steps, for each number of tokens of a row.
+        """
+        drafter = self._drafter
+        parts = HeadParts(
+            heads=self._heads,
+            cache=self._cache,
+            backend=self._backend,
+            tokens=state.tokens,
+            dummy_token=state.dummy_token,
+            states=states,
+            # The cache's dummy block is the last one.
+            dummy_page=self._first_scratch - 1,
+            pages=state.tables[0].max_pages + drafter.scratch,
+            most=drafter.most,
+        )
+        chains = graph_sizes(min(drafter.rows, drafter.most_running))
+        return Eagle3Graphs(parts, rooms, chains, record)
+
     def _tables(self, group: GroupLayout, rows: Ints, longest: int) -> np.ndarray:
         """Return the rows' tables, int32 [m, pages], with scratch pages behind their own."""
         counts = -(-group.key_lengths[rows] // self._size)
@@ -198,3 +275,10 @@ class Eagle3Guesser:
         stride, size = self._drafter.stride, self._size
         slots = group.slots // (size * stride) * size + group.slots % size
         return GroupLayout(slots, group.bounds, group.tables // stride, group.key_lengths)
+
+
+def _drawing(right: RightSamples | None) -> Draw | None:
+    """How a chain draws; None where the best tokens are taken."""
+    if right is None or all(each.temperature <= 0 for each in right.sampling):
+        return None
+    return lambda logits, ahead: draw(logits.unsqueeze(1), right, ahead)[:, 0]

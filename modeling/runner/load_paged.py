@@ -135,7 +135,9 @@ def _drafter(
     wanted = AttentionKind.AUTO if model.device.type == "cpu" else AttentionKind.TRITON
     backend = select_attention(wanted, spec).backend
     rows, most = config.limits.max_running, config.speculation.max_tokens
-    return Eagle3Drafter.of(heads, model.decoder_layers, cache, backend, rows, most)
+    return Eagle3Drafter.of(
+        heads, model.decoder_layers, cache, backend, rows, most, config.speculation.max_running
+    )
 
 
 def _page_bytes(config: AdaptersConfig, model: PagedModel) -> tuple[int, int]:
@@ -272,6 +274,8 @@ class LoadedPaged(LoadedRunner):
         taken = before - device_memory(self.parts.device).free
         del captured
         kinds = 1 if self.parts.adapter_plan is None else 2 + self.parts.has_expert_kernels
+        # Entries of each size, and of most sizes the first guess and those behind it.
+        kinds += 0 if self.parts.drafter is None else 3
         return max(0, taken) + kinds * sizes.others_bytes(self.parts.weights.model.num_layers)
 
     def _capture(self, buffers: StepBuffers, sizes: GraphSizes, dummy_block: int) -> StepGraphs:
@@ -289,7 +293,8 @@ class LoadedPaged(LoadedRunner):
             has_experts=self.parts.has_expert_kernels,
         )
         checking = self._checking() if sizes.checked else ()
-        return capture(parts, sizes, self.parts.device, buffers.forward.hidden, checking)
+        hidden, device = buffers.forward.hidden, self.parts.device
+        return capture(parts, sizes, device, hidden, checking, buffers.drafts)
 
     def _warm_up(self, runner: ModelRunner, dummy_block: int) -> None:
         """Run steps for every kernel, all of them in the dummy block."""

@@ -144,7 +144,8 @@ class ModelRunner(BaseRunner):
         self._guesser = None if parts.heads is None else Guesser(parts.heads, parts.bank)
         self._drafts = buffers.drafts
         self._graphs = graphs
-        self._decode_graphs, self._piecewise_graphs, self._checked_graphs = graphs
+        self._decode_graphs, self._piecewise_graphs = graphs.decode, graphs.mixed
+        self._checked_graphs = graphs.checked
         self.num_steps = 0
         self.num_captured = 0
 
@@ -173,7 +174,9 @@ class ModelRunner(BaseRunner):
                     sampled, hidden = found
                 if self._drafts is not None:
                     kept, tokens = None if found is None else hidden, self._input_batch.tokens
-                    guessed = self._drafts.follow(batch, layout, tokens, sampled.tokens, kept)
+                    guessed = self._drafts.follow(
+                        batch, layout, tokens, sampled.tokens, kept, self._graphs.heads
+                    )
                 else:
                     guessed = self._guess(batch, layout, hidden, sampled)
             captured = self.num_captured > before

@@ -1,5 +1,5 @@
-"""EAGLE-3 heads on a GPU: in float32 they change no token, whether steps are captured or launched,
-and guess what heads in plain torch do."""
+"""EAGLE-3 heads on a GPU: in float32 they change no token, whether steps, entries and guesses are
+captured or launched, and guess what heads in plain torch do."""
 
 from pathlib import Path
 
@@ -7,9 +7,14 @@ import pytest
 import torch
 
 from configs.engine import CudaGraphs
-from modeling.runner import loading
+from configs.wire.plan import RequestJoin, StepRow
+from configs.wire.sampling import Sampling
+from modeling.batch import ForwardBatch
+from modeling.runner import eagle3_graphs, loading
+from modeling.runner.paged import ModelRunner
 from scheduler import speculation
 from tests.checkpoints import AdapterRecipe, write_adapter, write_llama
+from tests.modeling.no_waits import no_synchronisation
 from tests.modeling.parity import engine_config
 from tests.modeling.runner.test_graphs_cuda import WIDE
 from tests.modeling.test_medusa_cuda import answers
@@ -27,6 +32,12 @@ def test_heads_guess_as_in_plain_torch_and_change_no_token(
     """Greedy and sampled, over adapters and without, in chunks."""
     monkeypatch.setattr(loading, "EAGLE3_ON", ("cpu", "cuda"))
     monkeypatch.setattr(speculation, "MARGIN", 0.0)
+    chains, run_chain = [], eagle3_graphs.ChainGraphs.run
+    monkeypatch.setattr(
+        eagle3_graphs.ChainGraphs,
+        "run",
+        lambda self, *given: (chains.append(self), run_chain(self, *given))[1],
+    )
     model = write_llama(tmp_path / "model", "gqa", **{**WIDE, "num_hidden_layers": 6})
     recipes = [AdapterRecipe(r=8, seed=2), AdapterRecipe(r=3, target_modules=("q_proj",))]
     adapters = [write_adapter(tmp_path / f"a{i}", model, r) for i, r in enumerate(recipes)]
@@ -34,5 +45,37 @@ def test_heads_guess_as_in_plain_torch_and_change_no_token(
     trained = Trained(tmp_path, model, adapters, plain, MOST, False, (1, 2, 2))
     for graphs in (CudaGraphs.NONE, CudaGraphs.DECODE):
         made, run = answers(trained.config, graphs, adapters, NUM_DRAFTS)
-        assert (run.runner.num_captured > 5) == (graphs is CudaGraphs.DECODE)
+        captured = graphs is CudaGraphs.DECODE
+        assert (run.runner.num_captured > 5) == captured
+        assert (len(chains) > 5) == captured
         trained.check(made, run)
+    for sampling in (Sampling(), Sampling(temperature=0.7, top_p=0.9, seed=3)):
+        guess_without_waiting(run.runner, sampling)
+
+
+def guess_without_waiting(runner: ModelRunner, sampling: Sampling) -> None:
+    """Behind a prompt, a decode step and a draft nothing waits for the device, after a first run.
+
+    What the second run gets is what the first one got.
+    """
+    join = RequestJoin(0, [5, 9, 33], 3, -1, sampling)
+    joins = [join, RequestJoin(1, [7, 8], 2, 0, sampling)]
+    batches = [
+        ForwardBatch(joins, [StepRow(0, 0, 3, [3], True), StepRow(1, 0, 2, [4], True)], 4),
+        ForwardBatch([], [StepRow(0, 3, 1, [], True), StepRow(1, 2, 1, [], True)], 4),
+        ForwardBatch(
+            [], [StepRow(0, 4, 3, [], True, drafts=(1, 2)), StepRow(1, 3, 1, [], True)], 4
+        ),
+    ]
+
+    def told() -> list[list[list[int]] | None]:
+        flying = [runner.step(batch) for batch in batches]
+        return [output.wait().guesses for output in flying]
+
+    first = told()
+    with no_synchronisation():
+        second = told()
+    assert first == second
+    for guesses in first:
+        assert guesses is not None
+        assert [len(each) for each in guesses] == [4, 4]

@@ -1,6 +1,8 @@
 """EAGLE-3 heads guess what a plain reimplementation guesses, and change no token."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,8 @@ from configs.wire.sampling import Sampling
 from modeling.batch import ForwardBatch
 from modeling.models.eagle3 import Eagle3Heads
 from modeling.runner import eagle3_guesses, loading
+from modeling.runner.cuda_graphs import graph_sizes
+from modeling.runner.eagle3_graphs import ChainGraphs
 from modeling.runner.load_paged import load_paged
 from modeling.runner.paged import ModelRunner
 from scheduler import speculation
@@ -33,7 +37,7 @@ from tests.checkpoints import (
 from tests.checkpoints_generic import write_generic
 from tests.checkpoints_others import write_gpt2
 from tests.modeling.parity import engine_config
-from tests.modeling.runner.test_cuda_graphs import capture_on_cpu
+from tests.modeling.runner.test_cuda_graphs import CapturedSdpa, capture_on_cpu
 from tests.modeling.scheduled import generate_scheduled
 from tests.modeling.stepping import Answer
 from tests.modeling.test_parity_medusa import WatchedRanks, guessed
@@ -53,23 +57,56 @@ MOST = [*range(3, VOCAB, 4), *range(4, VOCAB, 4), *range(5, VOCAB, 4)]
 """Three in four tokens."""
 
 
+ROOMS = (1, 3, 5)
+"""Tokens of a row in captured steps."""
+
+
+class Captures(Enum):
+    """What is captured: the target alone, or entries of heads too, or all."""
+
+    NONE = "none"
+    TARGET = "target"
+    ENTRIES = "entries"
+    HEADS = "heads"
+
+
+def capture_heads(runner: ModelRunner, states: Tensor, guesses: bool) -> None:
+    """Let a CPU runner replay entries, and guesses; states: where its replays leave them."""
+    drafter = runner._parts.drafter
+    assert drafter is not None
+    backend = CapturedSdpa(drafter.backend.spec)
+    drafts = replace(drafter, backend=backend).allocate(runner.report.num_blocks + 1)
+    with torch.inference_mode():
+        rooms = [(queries, graph_sizes(8)) for queries in ROOMS]
+        graphs = drafts.graphs(runner._input_batch, states, rooms, lambda compute: compute)
+        if not guesses:
+            graphs.chain.unrecorded.clear()
+        while graphs.unrecorded:
+            graphs.record_next()
+    runner._drafts, runner._graphs = drafts, runner._graphs._replace(heads=graphs)
+
+
 def answers(
     config: EngineConfig,
     adapters: Sequence[Path],
     num_drafts: int,
     lost_at: int | None,
-    captured: bool,
+    captures: Captures,
     group: TensorParallel,
 ) -> tuple[list[Answer], WatchedRanks]:
     """What all requests get, and the ranks that it was generated on."""
 
     def start() -> ModelRunner:
         runner = load_paged(config, group, CPU).allocate()
-        if captured:
+        if captures is not Captures.NONE:
+            most = capture_on_cpu(runner, queries=ROOMS[-1])
+            outputs = most._outputs
             runner._decode_graphs, *checked = [
-                capture_on_cpu(runner, queries=queries) for queries in (1, 3, 5)
+                capture_on_cpu(runner, queries=queries, outputs=outputs) for queries in ROOMS[:-1]
             ]
-            runner._checked_graphs = tuple(checked)
+            runner._checked_graphs = (*checked, most)
+            if captures is not Captures.TARGET:
+                capture_heads(runner, outputs.states, captures is Captures.HEADS)
         return runner
 
     run = WatchedRanks(start, adapters, 7, group, num_drafts)
@@ -102,11 +139,11 @@ def embedding_of(model: Path) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks", "tokens", "speculators", "layers", "lost_at"),
+    ("name", "ranks", "tokens", "speculators", "layers", "lost_at", "captures"),
     [
-        ("llama", 1, MOST, False, (1, 2, 2), 12),
-        ("qwen3", 2, None, True, (0, 2, 4), None),
-        ("gpt_oss", 1, MOST, False, (1, 2, 3), None),
+        ("llama", 1, MOST, False, (1, 2, 2), 12, Captures.HEADS),
+        ("qwen3", 2, None, True, (0, 2, 4), None, Captures.NONE),
+        ("gpt_oss", 1, MOST, False, (1, 2, 3), None, Captures.ENTRIES),
     ],
 )
 def test_heads_guess_as_in_plain_torch_and_change_no_token(
@@ -118,6 +155,7 @@ def test_heads_guess_as_in_plain_torch_and_change_no_token(
     speculators: bool,
     layers: tuple[int, ...],
     lost_at: int | None,
+    captures: Captures,
 ) -> None:
     """Greedy and sampled, over adapters and without, in chunks, with a prefix of others.
 
@@ -125,7 +163,7 @@ def test_heads_guess_as_in_plain_torch_and_change_no_token(
     of replays the ranks are lost.
     """
     monkeypatch.setattr(speculation, "MARGIN", 0.0)
-    compare(tmp_path, name, ranks, tokens, speculators, layers, lost_at)
+    compare(tmp_path, name, ranks, tokens, speculators, layers, lost_at, captures)
 
 
 def compare(
@@ -136,15 +174,16 @@ def compare(
     speculators: bool,
     layers: tuple[int, ...],
     lost_at: int | None,
+    captures: Captures,
 ) -> None:
-    """Compare the answers of all ranks; the last three as in `Trained`."""
+    """Compare the answers of all ranks; tokens, speculators and layers as in `Trained`."""
     model, adapters = write_all(name, folder)
     [(plain, _)] = run_in_memory(
-        1, partial(answers, engine_config(model), adapters, 0, None, False)
+        1, partial(answers, engine_config(model), adapters, 0, None, Captures.NONE)
     )
     trained = Trained(folder, model, adapters, plain, tokens, speculators, layers)
-    captured = lost_at is not None
-    own = partial(answers, trained.config, adapters, NUM_DRAFTS, lost_at, captured)
+    captured = captures is not Captures.NONE
+    own = partial(answers, trained.config, adapters, NUM_DRAFTS, lost_at, captures)
     for made, run in run_ranks(ranks, own):
         assert (run.runner.num_captured > 5) == captured
         trained.check(made, run)
@@ -206,9 +245,18 @@ class Trained:
         assert sum(skipped) >= NUM_TOKENS, skipped
 
 
-@pytest.mark.parametrize("fault", ["positions", "entries", "order"])
+@pytest.mark.parametrize(
+    ("fault", "captures"),
+    [
+        ("positions", Captures.NONE),
+        ("entries", Captures.NONE),
+        ("order", Captures.TARGET),
+        ("begin", Captures.HEADS),
+        ("drafts", Captures.HEADS),
+    ],
+)
 def test_faults_on_purpose_are_noticed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, captures: Captures
 ) -> None:
     """The comparison with plain torch must fail."""
     monkeypatch.setattr(speculation, "MARGIN", 0.0)
@@ -224,11 +272,17 @@ def test_faults_on_purpose_are_noticed(
         monkeypatch.setattr(
             eagle3_guesses.Eagle3Guesser, "_tables", lambda *given: tables(*given) * 0
         )
+    elif fault == "begin":
+        begin = ChainGraphs.begin
+        monkeypatch.setattr(ChainGraphs, "begin", lambda self, g, at: begin(self, g, at + 1))
+    elif fault == "drafts":
+        cumprod = Tensor.cumprod
+        monkeypatch.setattr(Tensor, "cumprod", lambda self, dim: cumprod(self, dim) * 0)
     else:
         take = eagle3_guesses.LayerStates.take
         monkeypatch.setattr(eagle3_guesses.LayerStates, "take", lambda self: take(self).flip(1))
     with pytest.raises(AssertionError, match="guesses differ"):
-        compare(tmp_path, "llama", 1, MOST, False, (1, 2, 3), None)
+        compare(tmp_path, "llama", 1, MOST, False, (1, 2, 3), None, captures)
 
 
 def test_logits_are_those_of_plain_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,7 @@ from modeling.runner.cuda_graphs import (
     DecodeGraphs,
     GraphParts,
     PaddedStep,
+    StepOutputs,
     graph_sizes,
     size_for,
     step_bytes,
@@ -114,6 +115,10 @@ class PlainWords(GraphAttention):
         self.step = PlainStep(backend, (room,) * rows, (room,) * rows, words)
         self.words = words
         self.rows = rows
+
+    @property
+    def key_lengths(self) -> Tensor:
+        return self.words[: self.rows]
 
     def write(
         self, words: Words, key_lengths: Words, tables: Words, query_lengths: Words | None = None
@@ -331,11 +336,12 @@ def capture_on_cpu(
     sizes: int | None = None,
     queries: int = 1,
     adapters: LateAdapters | None = None,
+    outputs: StepOutputs | None = None,
 ) -> DecodeGraphs:
     """Let a CPU runner replay its decode steps, each replay being the computation itself.
 
     sizes: how many are recorded; None for all. queries: tokens that each row has room for.
-    adapters: those of experts too; None for all others.
+    adapters: those of experts too; None for all others. outputs: None for its own.
     """
     page = runner.report.num_blocks
     runner._forward.cache[:] = allocate_blocks(runner._parts.cache, page + 1, CPU)
@@ -354,7 +360,7 @@ def capture_on_cpu(
         has_experts=adapters is not None,
     )
     with torch.inference_mode():
-        graphs = DecodeGraphs(parts, graph_sizes(8), CPU, lambda compute: compute)
+        graphs = DecodeGraphs(parts, graph_sizes(8), CPU, lambda compute: compute, outputs)
         for _ in graphs.sizes[:sizes]:
             graphs.record_next()
         return graphs
