@@ -302,7 +302,7 @@ class GraphTriton(GraphAttention):
         decode = DecodeRows(tokens, offsets, lengths, longest, room, queries, arrived)
         rooms = (room,) * rows
         self.step = TritonStep(backend, rooms, rooms, decode, None, words[HEADERS * rows :])
-        self._lengths = lengths
+        self._lengths: Tensor = lengths
 
     @property
     def key_lengths(self) -> Tensor:

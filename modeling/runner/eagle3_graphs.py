@@ -29,6 +29,8 @@ from modeling.runner.cuda_graphs import INT32_BYTES, INT64_BYTES, Record, size_f
 from modeling.runner.input_batch import StepLayout
 from modeling.transfer import TransferBuffer, aligned
 
+Pages = npt.NDArray[np.int32]
+
 Draw = Callable[[Tensor, int], Tensor]
 """From logits [m, vocab] of m rows and how many guesses came before to tokens int64 [m]."""
 
@@ -86,7 +88,9 @@ class StaticRows:
         bounds = torch.arange(self.rows + 1, dtype=torch.int32, device=static.device)
         self.bounds = bounds * self.queries
         return [
-            static[at : at + self.rows * width * INT64_BYTES].view(torch.int64).view(self.rows, width)
+            static[at : at + self.rows * width * INT64_BYTES]
+            .view(torch.int64)
+            .view(self.rows, width)
             for at, width in zip(self._starts, self._widths, strict=True)
         ]
 
@@ -98,7 +102,12 @@ class StaticRows:
         ]
 
     def write(
-        self, host: npt.NDArray[np.uint8], keys: Ints, queries: Ints, tables: Ints, least: int
+        self,
+        host: npt.NDArray[np.uint8],
+        keys: Ints,
+        queries: Ints,
+        tables: Pages,
+        least: int,
     ) -> int:
         """Write the attention's words; returns how many bytes must reach the device.
 
@@ -112,8 +121,8 @@ class StaticRows:
         pages = np.full((rows, width), self._parts.dummy_page, dtype=np.int32)
         pages[:count, : tables.shape[1]] = tables
         words = host[self._words_at : self._words_at + self._words * INT32_BYTES].view(np.int32)
-        used = self.attention.write(words, lengths, pages, own)
-        return self._words_at + used * INT32_BYTES
+        used: int = self.attention.write(words, lengths, pages, own)
+        return int(self._words_at) + used * INT32_BYTES
 
     def step(self, slots: Tensor) -> DraftStep:
         """What the heads' layer reads; slots: int64 [rows * queries]."""
@@ -140,9 +149,7 @@ class ChainGraphs:
         self.g = torch.zeros(most_rows, len(fc), dtype=fc.dtype, device=device)
         self.positions = torch.zeros(most_rows, dtype=torch.int64, device=device)
         self._tokens = torch.zeros(most, dtype=torch.int64, device=device)
-        self._logits = torch.zeros(
-            most, parts.heads.vocab_size, dtype=fc.dtype, device=device
-        )
+        self._logits = torch.zeros(most, parts.heads.vocab_size, dtype=fc.dtype, device=device)
         # A row's first column is where its slots begin; drafts are as long as chains at most.
         widths = (1, 2 * parts.most)
         self._rows = {
@@ -174,9 +181,7 @@ class ChainGraphs:
         """Return the size that serves so many rows; None if none does yet."""
         return size_for(self._recorded, num_rows)
 
-    def run(
-        self, size: int, firsts: Ints, tables: Ints, count: int, draw: Draw | None
-    ) -> Tensor:
+    def run(self, size: int, firsts: Ints, tables: Pages, count: int, draw: Draw | None) -> Tensor:
         """Guess `count` tokens for each row, int64 [m, count].
 
         firsts: [m], the positions at which a chain may begin, at most `most` less than it does.
@@ -193,7 +198,7 @@ class ChainGraphs:
             found.append(own.clone())
         return torch.stack(found, dim=1)
 
-    def _send(self, rows: StaticRows, firsts: Ints, tables: Ints) -> None:
+    def _send(self, rows: StaticRows, firsts: Ints, tables: Pages) -> None:
         """Send where a chain's slots and pages are; padding stays in the dummy page."""
         size, most, count = self._parts.page_size, self._parts.most, len(firsts)
         _, host = self._staging.begin()
@@ -201,11 +206,12 @@ class ChainGraphs:
         starts[:], slots[:] = 1, self._parts.dummy_page * size
         starts[:count, 0] = firsts + 1
         at = firsts[:, None] + 1 + np.arange(2 * most)
-        # Positions behind the tables are never reached.
+        # Positions behind the tables are never reached. Padding rows reach `most`, and two more
+        # while they are recorded.
         columns = np.minimum(at // size, max(1, tables.shape[1]) - 1)
         slots[:count] = np.take_along_axis(tables, columns, axis=1) * size + at % size
         longest = np.minimum(firsts + 2 * most, tables.shape[1] * size)
-        used = rows.write(host, longest, np.ones_like(firsts), tables, 1 + most)
+        used = rows.write(host, longest, np.ones_like(firsts), tables, most + 3)
         self._staging.send(used)
         self._staging.sent()
 
@@ -246,9 +252,7 @@ class EntryGraphs:
         self.unrecorded = sorted(sizes)
         self._parts, self._chain, self._record = parts, chain, record
         widths = (queries,) * 4 + (queries - 1,)
-        self._rows = {
-            size: StaticRows(parts, size, queries, widths, parts.pages) for size in sizes
-        }
+        self._rows = {size: StaticRows(parts, size, queries, widths, parts.pages) for size in sizes}
         device = parts.tokens.device
         self._staging = TransferBuffer(max(r.num_bytes for r in self._rows.values()), device)
         self._recorded: list[int] = []
@@ -357,5 +361,5 @@ class Eagle3Graphs:
         return [self.chain, *self._entries]
 
 
-def _no_rows() -> tuple[Ints, Ints]:
-    return np.zeros(0, dtype=np.int64), np.zeros((0, 0), dtype=np.int64)
+def _no_rows() -> tuple[Ints, Pages]:
+    return np.zeros(0, dtype=np.int64), np.zeros((0, 0), dtype=np.int32)

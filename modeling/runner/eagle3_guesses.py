@@ -25,7 +25,7 @@ from modeling.batch import ForwardBatch
 from modeling.models.eagle3 import DraftStep, Eagle3Heads
 from modeling.runner.block_tables import GroupLayout, Ints
 from modeling.runner.cuda_graphs import Record, graph_sizes
-from modeling.runner.eagle3_graphs import Draw, Eagle3Graphs, HeadParts
+from modeling.runner.eagle3_graphs import Draw, Eagle3Graphs, HeadParts, Pages
 from modeling.runner.guesses import GuessedRows, RightSamples, draw, right_samples
 from modeling.runner.input_batch import InputBatch, StepLayout
 from modeling.transfer import pack_to_device, to_device
@@ -156,7 +156,7 @@ class Eagle3Guesser:
         """Replay the entries of a step; False where no graph serves it."""
         return graphs.run_entries(batch.rows, layout, self._own_pages(layout.groups[0]))
 
-    def _reach(self, batch: ForwardBatch, layout: StepLayout) -> tuple[Ints, Ints]:
+    def _reach(self, batch: ForwardBatch, layout: StepLayout) -> tuple[Ints, Pages]:
         """Where the chain of each row that samples may begin, [m], and its pages, [m, pages]."""
         group = self._own_pages(layout.groups[0])
         counts = np.array([row.num_samples for row in batch.rows if row.num_samples])
@@ -258,7 +258,7 @@ class Eagle3Guesser:
         chains = graph_sizes(min(drafter.rows, drafter.most_running))
         return Eagle3Graphs(parts, rooms, chains, record)
 
-    def _tables(self, group: GroupLayout, rows: Ints, longest: int) -> np.ndarray:
+    def _tables(self, group: GroupLayout, rows: Ints, longest: int) -> Pages:
         """Return the rows' tables, int32 [m, pages], with scratch pages behind their own."""
         counts = -(-group.key_lengths[rows] // self._size)
         width = -(-longest // self._size)

@@ -2,9 +2,11 @@
 captured or launched, and guess what heads in plain torch do."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from configs.engine import CudaGraphs
 from configs.wire.plan import RequestJoin, StepRow
@@ -33,11 +35,12 @@ def test_heads_guess_as_in_plain_torch_and_change_no_token(
     monkeypatch.setattr(loading, "EAGLE3_ON", ("cpu", "cuda"))
     monkeypatch.setattr(speculation, "MARGIN", 0.0)
     chains, run_chain = [], eagle3_graphs.ChainGraphs.run
-    monkeypatch.setattr(
-        eagle3_graphs.ChainGraphs,
-        "run",
-        lambda self, *given: (chains.append(self), run_chain(self, *given))[1],
-    )
+
+    def watched(self: eagle3_graphs.ChainGraphs, *given: Any) -> Tensor:
+        chains.append(self)
+        return run_chain(self, *given)
+
+    monkeypatch.setattr(eagle3_graphs.ChainGraphs, "run", watched)
     model = write_llama(tmp_path / "model", "gqa", **{**WIDE, "num_hidden_layers": 6})
     recipes = [AdapterRecipe(r=8, seed=2), AdapterRecipe(r=3, target_modules=("q_proj",))]
     adapters = [write_adapter(tmp_path / f"a{i}", model, r) for i, r in enumerate(recipes)]
