@@ -1,9 +1,10 @@
-"""Heads over HTTP: answers are those without, greedy and sampled, in fewer steps."""
+"""Drafts over HTTP: answers are those without, greedy and sampled, in fewer steps."""
 
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,16 @@ import torch
 
 from configs.wire.adapters import AdapterSource
 from deployments.ingress.generation.engine import IngressSettings
+from scheduler import speculation
+from scheduler.drafts import Drafter
 from tests import eagle3
 from tests.checkpoints import load_oracle
 from tests.oracle import inner_states
 from tests.served import demo_app, demo_config, served
+from tests.speculation_sweep import told
 
-HEADS = {"kind": "medusa", "model": "configs/demo/heads"}
+HEADS: dict[str, object] = {"kind": "medusa", "model": "configs/demo/heads"}
+SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 7}
 DEMO = Path("configs/demo")
 RECORDED = json.loads(Path("configs/demo/answers.json").read_text("utf-8"))["answers"]
 SETTINGS = IngressSettings(default_source=AdapterSource.LOCAL, loopback=True)
@@ -69,38 +74,67 @@ def ids(answer: dict[str, Any]) -> list[int]:
     return [token["id"] for token in answer["details"]["tokens"]]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_demos_heads_change_no_token(ranks: int) -> None:
-    sampled = {"temperature": 1.0, "seed": 7}
+@dataclass(frozen=True)
+class Plain:
+    """The prompts of all questions, and what is answered without drafts, greedily and drawn."""
+
+    prompts: list[list[int]]
+    greedy: list[list[int]]
+    drawn: list[list[int]]
+
+    @property
+    def texts(self) -> list[list[int]]:
+        """Greedy answers, then drawn ones, with their prompts."""
+        both = zip([*self.prompts, *self.prompts], [*self.greedy, *self.drawn], strict=True)
+        return [[*prompt, *answer] for prompt, answer in both]
+
+
+@pytest.fixture(scope="module")
+def plain() -> Plain:
+    def prompt(question: str) -> list[int]:
+        found = httpx.post(f"{url}/tokenize", json={"inputs": question}, timeout=300).json()
+        return [token["id"] for token in found]
+
     with demo(1, kind="none") as url:
-        plain = list(map(ids, answers(url, **sampled)))
-    with demo(ranks, **HEADS) as url:
-        assert "medusa, up to 4" in httpx.get(f"{url}/info").json()["chosen"]["speculation"]
-        greedy, drawn = answers(url), answers(url, **sampled)
+        prompts = [prompt(question) for own in RECORDED.values() for question in list(own)[:3]]
+        greedy, drawn = (list(map(ids, answers(url, **more))) for more in ({}, SAMPLED))
+    return Plain(prompts, greedy, drawn)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "kind"),
+    [(1, "medusa"), (2, "medusa"), (1, "prompt_lookup"), (2, "prompt_lookup")],
+)
+def test_the_demos_drafts_change_no_token(
+    plain: Plain, monkeypatch: pytest.MonkeyPatch, ranks: int, kind: str
+) -> None:
+    """Few answers here repeat themselves, so what is looked up is told, every sixth token wrong."""
+    used: dict[str, object] = HEADS
+    if kind == "prompt_lookup":
+        used = {"kind": kind, "max_tokens": 4}
+        monkeypatch.setattr(Drafter, "find", told(plain.texts, Drafter.find))
+        monkeypatch.setattr(speculation, "MARGIN", 0.0)
+    with demo(ranks, **used) as url:
+        assert f"{kind}, up to 4" in httpx.get(f"{url}/info").json()["chosen"]["speculation"]
+        greedy, drawn = answers(url), answers(url, **SAMPLED)
     recorded = [own[question]["raw"] for own in RECORDED.values() for question in list(own)[:3]]
     assert [each["generated_text"] for each in greedy] == recorded
-    assert list(map(ids, drawn)) == plain
+    assert list(map(ids, greedy)) == plain.greedy
+    assert list(map(ids, drawn)) == plain.drawn
     for found in (greedy, drawn):
         tokens = [token for each in found for token in each["details"]["tokens"]]
         assert sum(token["skipped"] for token in tokens) > len(tokens) // 5
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_eagle3_heads_change_no_token(tmp_path: Path, ranks: int) -> None:
+def test_eagle3_heads_change_no_token(plain: Plain, tmp_path: Path, ranks: int) -> None:
     """Trained on one answer of each style, whose prompts and answers come again."""
-    sampled = {"temperature": 1.0, "seed": 7}
-    with demo(1, kind="none") as url:
-        plain, drawn = answers(url), list(map(ids, answers(url, **sampled)))
-        texts = {}
-        for (style, own), answer in zip(RECORDED.items(), plain[::3], strict=True):
-            body = {"inputs": next(iter(own))}
-            prompt = httpx.post(f"{url}/tokenize", json=body, timeout=300).json()
-            texts[style] = [*(token["id"] for token in prompt), *ids(answer)]
-    heads = write_eagle3(tmp_path, texts)
+    firsts = plain.texts[: len(plain.greedy) : 3]
+    heads = write_eagle3(tmp_path, dict(zip(RECORDED, firsts, strict=True)))
     with demo(ranks, kind="eagle3", model=str(heads), max_tokens=4) as url:
         assert "eagle3, up to 4" in httpx.get(f"{url}/info").json()["chosen"]["speculation"]
-        greedy, other = answers(url), answers(url, **sampled)
-    assert list(map(ids, greedy)) == list(map(ids, plain))
-    assert list(map(ids, other)) == drawn
+        greedy, drawn = answers(url), answers(url, **SAMPLED)
+    assert list(map(ids, greedy)) == plain.greedy
+    assert list(map(ids, drawn)) == plain.drawn
     skipped = [token["skipped"] for each in greedy[::3] for token in each["details"]["tokens"]]
     assert sum(skipped) > len(skipped) // 5
