@@ -159,10 +159,14 @@ async def run(
     seed: int = 0,
     key: str | None = None,
     answered: Callable[[], None] = lambda: None,
+    requests: Iterator[dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """Play one case; returns its row. `answered` is called after each request."""
+    """Play one case; returns its row. `answered` is called after each request.
+
+    requests: the bodies of its requests; None: as `bodies` makes them.
+    """
     measured = Measured()
-    waiting = bodies(case, vocabulary, seed)
+    waiting = bodies(case, vocabulary, seed) if requests is None else requests
     timeout = aiohttp.ClientTimeout(total=None)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(

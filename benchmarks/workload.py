@@ -243,7 +243,11 @@ def write_model(
 
 def projection_sizes(shape: str) -> dict[str, tuple[int, int]]:
     """(inputs, outputs) of each linear map of a layer."""
-    config = SHAPES[shape]
+    return sizes_of(SHAPES[shape])
+
+
+def sizes_of(config: dict[str, Any]) -> dict[str, tuple[int, int]]:
+    """The same from a config.json."""
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     head_dim = config.get("head_dim") or hidden // config["num_attention_heads"]
     queries = config["num_attention_heads"] * head_dim
