@@ -301,8 +301,10 @@ class LoadedPaged(LoadedRunner):
         slots = [-1] if self.parts.adapter_plan is None else [-1, 0]
         most = self.parts.config.limits.max_step_tokens
         batches = list(warmup_batches(self.parts.size, most, dummy_block, slots))
+        guesses, guessing = self.parts.draft_heads or 0, self.parts.config.speculation.max_running
         for batch in counted("warm-up steps, with what they compile", batches):
-            runner.step(batch).wait()
+            own = guesses if len(batch.rows) <= guessing else 0
+            runner.step(replace(batch, guesses=own)).wait()
 
     def _report(self, num_blocks: int, graphs: StepGraphs) -> RunnerReport:
         parts, attention = self.parts, self.parts.attention

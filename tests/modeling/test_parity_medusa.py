@@ -16,6 +16,7 @@ from configs.wire.adapters import AdapterError, AdapterKey, FetchedAdapter
 from configs.wire.plan import StepPlan
 from configs.wire.sampling import Sampling
 from deployments.rank.host import capacity_of
+from modeling.batch import ForwardBatch, StepOutput
 from modeling.models.medusa import MedusaHeads
 from modeling.runner import guesses
 from modeling.runner.load_paged import load_paged
@@ -329,6 +330,26 @@ def test_a_rank_says_how_many_tokens_heads_guess(world: World, tmp_path: Path) -
     report = load_paged(config, SingleRank(), CPU).allocate().report
     assert capacity_of(report).draft_heads == 2
     assert capacity_of(report).drafts
+
+
+def test_warm_up_steps_guess(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that no request waits until a kernel of heads is compiled."""
+    model = world.model("llama", "gqa")
+    heads = medusa.Heads(torch.zeros(LLAMA["vocab_size"], LLAMA["hidden_size"]), NUM_HEADS)
+    loaded = load_paged(with_heads(model, heads.write(tmp_path)), SingleRank(), CPU)
+    runner, guessed_rows = loaded.allocate(40), list[int]()
+    step = runner.step
+
+    def watched(batch: ForwardBatch) -> StepOutput:
+        output = step(batch)
+        guesses = output.wait().guesses
+        assert guesses is not None
+        guessed_rows.append(sum(len(each) == NUM_HEADS for each in guesses))
+        return output
+
+    monkeypatch.setattr(runner, "step", watched)
+    loaded._warm_up(runner, 39)
+    assert min(guessed_rows) >= 1
 
 
 def test_a_config_names_heads_where_they_are_read_alone() -> None:
