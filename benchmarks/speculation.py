@@ -97,10 +97,12 @@ class KnownText(Drafter):
 class Serving:
     """A runner under a scheduler, two plans in flight, as a driver and its rank have it."""
 
-    def __init__(self, runner: ModelRunner, limits: Limits, right: float = 1.0) -> None:
-        """right: the share of heads' guesses that stay right."""
+    def __init__(
+        self, runner: ModelRunner, limits: Limits, right: float = 1.0, seed: int = 1
+    ) -> None:
+        """right: the share of heads' guesses that stay right; seed: which ones."""
         self._runner = runner
-        self._right, self._random = right, random.Random(1)
+        self._right, self._random = right, random.Random(seed)
         self._scheduler = Scheduler(limits, capacity_of(runner.report))
         self._flying: deque[tuple[StepPlan, StepOutput]] = deque()
         self.num_steps = 0
@@ -253,10 +255,10 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
         for right in options.right:
             rates: dict[str, list[float]] = {"without": [], "with": []}
             steps, lengths = {}, {}
-            for _ in range(options.turns):
+            for turn in range(options.turns):
                 for name, used in (("without", limits), ("with", drafting)):
-                    serving = Serving(runner, used, right)
-                    drafters = [GuessingDrafter(right, index) for index in range(rows)]
+                    serving = Serving(runner, used, right, turn)
+                    drafters = [GuessingDrafter(right, turn * rows + i) for i in range(rows)]
                     seconds = serving.answer(options.tokens, drafters)
                     rates[name].append(rows * options.tokens / seconds)
                     steps[name] = serving.num_steps

@@ -30,6 +30,10 @@ from modeling.runner.guesses import GuessedRows, RightSamples, draw, right_sampl
 from modeling.runner.input_batch import InputBatch, StepLayout
 from modeling.transfer import pack_to_device, to_device
 
+RESTED = 8
+"""After so many decode steps in a row without guesses, entries are made no more until some are
+wanted again: requests that rest then guess worse at first, and others lose nothing."""
+
 
 class LayerStates:
     """What some of a model's layers made of the last step's tokens."""
@@ -117,6 +121,7 @@ class Eagle3Guesser:
         device = drafter.backend.spec.device
         [self._cache] = allocate(drafter.spec, num_pages, device)
         self._first_scratch = first_scratch
+        self._resting = 0
 
     def follow(
         self,
@@ -132,6 +137,9 @@ class Eagle3Guesser:
         tokens: the token buffer, with the step's samples. sampled: int64 [s]. kept: what a replay
         has kept of the layers' states, [s, layers * width]; None: they are taken.
         """
+        self._resting = 0 if batch.guesses or not layout.most_queries else self._resting + 1
+        if self._resting > RESTED:
+            return None
         g = None
         if kept is None or graphs is None or not self._replayed(batch, layout, graphs):
             g = self._entries(layout, tokens, kept)

@@ -13,7 +13,7 @@ from configs.architectures.base import ModelArchitecture
 from configs.architectures.medusa import load_medusa
 from configs.architectures.select import load_architecture
 from configs.architectures.text_stack import decoder_name, outer_paths
-from configs.engine import CacheDType, Device, EngineConfig, SpeculationKind
+from configs.engine import CacheDType, CudaGraphs, Device, EngineConfig, SpeculationKind
 from configs.model import DType, LoadFormat
 from modeling.adapters.linear import biased_projections
 from modeling.adapters.norms import norm_projection
@@ -42,9 +42,9 @@ SPREAD_ON = ("cpu",)
 """Types of devices on which ranks with whole experts were compared."""
 
 
-EAGLE3_ON = ("cpu",)
-"""Types of devices on which EAGLE-3 heads run. On a GPU they were right, and too slow: each guess
-is some fifty launches, and waits for the step's samples on the host."""
+EAGLE3_LAUNCHED_ON = ("cpu",)
+"""Types of devices on which EAGLE-3 heads pay without CUDA graphs. On a GPU each guess is some
+fifty launches, and waits for the step's samples on the host."""
 
 
 @dataclass(frozen=True)
@@ -150,16 +150,24 @@ def read_eagle3(
 ) -> Eagle3Heads | None:
     """Return this rank's part of the EAGLE-3 heads that are configured; None without.
 
-    ValueError where they do not run: on GPUs, and beside layers of which states cannot be read.
+    ValueError where they do not run: on GPUs without captured steps or on several, and beside
+    layers of which states cannot be read.
     """
     folder = _heads_folder(config)
     if folder is None or config.speculation.kind is not SpeculationKind.EAGLE3:
         return None
     other = "set engine.speculation.kind to medusa or prompt_lookup"
-    if model.device.type not in EAGLE3_ON:
-        raise ValueError(
-            f"EAGLE-3 heads cost more on {model.device.type} than they bring so far: {other}"
-        )
+    if model.device.type not in EAGLE3_LAUNCHED_ON:
+        if group.size > 1:
+            raise ValueError(
+                "EAGLE-3 heads were compared on one GPU alone: set engine.tensor_parallel to 1, "
+                f"or {other}"
+            )
+        if config.cuda_graphs is CudaGraphs.NONE or not model.capturable:
+            raise ValueError(
+                "EAGLE-3 heads cost more than they bring where steps are not captured: set "
+                f"engine.cuda_graphs to decode or all, if this model's steps can be, or {other}"
+            )
     if len(model.decoder_layers) != model.num_layers:
         raise ValueError(f"EAGLE-3 heads cannot read the states of this model's layers: {other}")
     return load_eagle3_heads(folder, model, group, config.model.allow_pickle)

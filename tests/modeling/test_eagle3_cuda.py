@@ -32,7 +32,7 @@ def test_heads_guess_as_in_plain_torch_and_change_no_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Greedy and sampled, over adapters and without, in chunks."""
-    monkeypatch.setattr(loading, "EAGLE3_ON", ("cpu", "cuda"))
+    monkeypatch.setattr(loading, "EAGLE3_LAUNCHED_ON", ("cpu", "cuda"))
     monkeypatch.setattr(speculation, "MARGIN", 0.0)
     chains, run_chain = [], eagle3_graphs.ChainGraphs.run
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from configs.architectures.base import ArchitectureError
-from configs.engine import EngineConfig, SpeculationConfig, SpeculationKind
+from configs.engine import CudaGraphs, EngineConfig, SpeculationConfig, SpeculationKind
 from configs.wire.plan import RequestJoin, StepRow
 from configs.wire.sampling import Sampling
 from modeling.batch import ForwardBatch
@@ -36,7 +36,7 @@ from tests.checkpoints import (
 )
 from tests.checkpoints_generic import write_generic
 from tests.checkpoints_others import write_gpt2
-from tests.modeling.parity import engine_config
+from tests.modeling.parity import BLOCK_SIZE, engine_config
 from tests.modeling.runner.test_cuda_graphs import CapturedSdpa, capture_on_cpu
 from tests.modeling.scheduled import generate_scheduled
 from tests.modeling.stepping import Answer
@@ -364,10 +364,62 @@ def test_heads_of_other_models_are_refused(tmp_path: Path) -> None:
         load(first, windowed)
 
 
-def test_on_gpus_heads_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert loading.EAGLE3_ON == ("cpu",)
+def test_on_gpus_heads_need_captured_steps_and_one_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert loading.EAGLE3_LAUNCHED_ON == ("cpu",)
     model = write_target("llama", tmp_path / "model")
     folder = eagle3.Heads(torch.zeros(VOCAB, WIDTH)).write(tmp_path / "heads")
-    monkeypatch.setattr(loading, "EAGLE3_ON", ())
-    with pytest.raises(ValueError, match=r"cost more on cpu than they bring so far"):
-        load_paged(with_heads(model, folder), SingleRank(), CPU)
+    monkeypatch.setattr(loading, "EAGLE3_LAUNCHED_ON", ())
+    config = with_heads(model, folder)
+    load_paged(config, SingleRank(), CPU)
+    launched = config.model_copy(update={"cuda_graphs": CudaGraphs.NONE})
+    with pytest.raises(ValueError, match=r"set engine.cuda_graphs to decode or all"):
+        load_paged(launched, SingleRank(), CPU)
+
+    def load(group: TensorParallel) -> None:
+        with pytest.raises(ValueError, match=r"compared on one GPU alone"):
+            load_paged(config, group, CPU)
+
+    run_in_memory(2, load)
+
+
+def test_entries_rest_where_no_guesses_are_wanted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They come again with a prompt, and where guesses are wanted."""
+    model = write_target("llama", tmp_path / "model")
+    folder = eagle3.Heads(torch.zeros(VOCAB, WIDTH)).write(tmp_path / "heads")
+    runner = load_paged(with_heads(model, folder), SingleRank(), CPU).allocate()
+    made: list[int] = []
+    states, at = Eagle3Heads.states, iter(range(9, 40))
+
+    def counted(self: Eagle3Heads, inner: Tensor) -> Tensor:
+        made.append(len(inner))
+        return states(self, inner)
+
+    def prompt(slot: int, block: int) -> None:
+        join = RequestJoin(slot, list(range(5, 14)), 9, -1, Sampling())
+        runner.step(ForwardBatch([join], [StepRow(slot, 0, 9, [block], True)])).wait()
+
+    def decode(guesses: int) -> None:
+        made.clear()
+        start = next(at)
+        blocks = [start // BLOCK_SIZE] if start % BLOCK_SIZE == 0 else []
+        batch = ForwardBatch([], [StepRow(0, start, 1, blocks, True)], guesses)
+        assert (runner.step(batch).wait().guesses is None) == (guesses == 0)
+
+    monkeypatch.setattr(Eagle3Heads, "states", counted)
+    prompt(0, 0)
+    counts = []
+    for _ in range(eagle3_guesses.RESTED + 3):
+        decode(0)
+        counts.append(len(made))
+    assert counts == [1] * eagle3_guesses.RESTED + [0] * 3
+    decode(2)
+    assert made
+    for _ in range(eagle3_guesses.RESTED + 1):
+        decode(0)
+    assert not made
+    prompt(1, 8)
+    assert made == [9]

@@ -268,13 +268,14 @@ def test_costs_are_those_of_steps_that_only_generate() -> None:
 
 @pytest.mark.parametrize(
     ("draft_s", "accepted", "expected"),
-    [(1.2, 4, 4), (1.2, 0, 0), (9.0, 4, 0), (2.5, 4, 2)],
+    [(1.2, 4, 4), (1.2, 0, 0), (9.0, 4, 0), (3.5, 4, 1)],
 )
 def test_drafts_are_as_long_as_pays(draft_s: float, accepted: int, expected: int) -> None:
-    """draft_s: of a step with drafts of 4; of 2 it takes half of that; 1.0 without any."""
+    """draft_s: of a step with drafts of 4 and 3; of 1 it takes a third; 1.0 without any."""
     series, drafting = Series(2), Drafting()
     drafting.costs = series.costs
-    for seconds, length in ((1.0, 0), (max(1.1, draft_s / 2), 2), (draft_s, 4)):
+    costs = ((1.0, 0), (max(1.1, draft_s / 3), 1), (draft_s, 3), (draft_s, 4))
+    for seconds, length in costs:
         for _ in range(2):
             series.apply(seconds, length)
     request = Request(("r", 0), list(PROMPT), Sampling(), Stopping(30))

@@ -58,13 +58,13 @@ def test_guesses_are_the_next_rows_draft() -> None:
 
 
 def test_no_more_guesses_are_wanted_than_would_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DraftCosts, "of", lambda _, rows, length: 9.0 if length > 2 else 1.0)
+    monkeypatch.setattr(DraftCosts, "of", lambda _, rows, length: 9.0 if length > 1 else 1.0)
     world = World()
     world.add()
     world.apply(world.plan(), [10], [[11, 12, 13]])
     plan = world.plan()
-    assert [row.drafts for row in plan.rows] == [(11, 12)]
-    assert plan.guesses == 2
+    assert [row.drafts for row in plan.rows] == [(11,)]
+    assert plan.guesses == 1
 
 
 def test_a_draft_is_no_longer_than_the_answer_or_the_limit() -> None:
