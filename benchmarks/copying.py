@@ -62,13 +62,14 @@ class Noise:
 def write_copying(folder: Path, shape: str, layers: int | None = None) -> None:
     """Write config, tokenizer and weights in bfloat16, a file for each layer."""
     write_model(folder, shape, layers=layers)
-    config, noise, places = config_of(shape, layers), Noise(), {}
+    config, noise = config_of(shape, layers), Noise()
+    files: dict[str, str] = {}
     for layer in range(-1, config["num_hidden_layers"]):
         tensors = ends_of(config, noise) if layer < 0 else layer_of(config, layer, noise)
         name = "ends.safetensors" if layer < 0 else f"layer{layer}.safetensors"
         save_file(tensors, folder / name, metadata={"format": "pt"})
-        places |= dict.fromkeys(tensors, name)
-    index = {"metadata": {}, "weight_map": places}
+        files |= dict.fromkeys(tensors, name)
+    index = {"metadata": {}, "weight_map": files}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
@@ -106,9 +107,9 @@ def prompts(
     for _ in range(case.requests):
         start = rnd.randrange(len(ring))
         text = [ring[(start + at) % len(ring)] for at in range(count)]
-        told = [rnd.choice(ring) if rnd.random() < wrong else token for token in text]
+        copied = [rnd.choice(ring) if rnd.random() < wrong else token for token in text]
         before = [rnd.choice(ring) for _ in range(case.input_length - count - 1)]
-        yield [*before, *told, text[0]], text[1:]
+        yield [*before, *copied, text[0]], text[1:]
 
 
 async def check(url: str, model: str, ring: Sequence[int], vocab: int) -> None:

@@ -12,8 +12,9 @@ import json
 import random
 import sys
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from shutil import copytree
 from tempfile import TemporaryDirectory
@@ -79,7 +80,7 @@ OTHERS: list[dict[str, Any]] = [
 Answer = list[dict[str, Any]]
 
 
-def told(texts: Sequence[list[int]], look_up: Find) -> Find:
+def known_drafts(texts: Sequence[list[int]], look_up: Find) -> Find:
     """Drafts of what answers will be, as far as they are known; every sixth token is wrong."""
 
     def find(
@@ -180,7 +181,8 @@ def write_adapters(folder: Path) -> Path:
     head = load_oracle(DEMO / "model").get_output_embeddings().weight.detach().float()
     heads = medusa.Heads(head, 4)
     for block in heads.blocks:
-        torch.nn.init.normal_(block[0].linear.weight, std=0.02)
+        for weight in block.parameters():
+            torch.nn.init.normal_(weight, std=0.02)
     heads.write(folder / "headed")
     swap(folder, "french")
     return folder
@@ -205,68 +207,83 @@ def write_eagle3(folder: Path, texts: Sequence[list[int]]) -> Path:
     return heads.write(folder, eagle_config={"eagle_aux_hidden_state_layer_ids": LAYERS})
 
 
+class Watched:
+    """What requests end with: their tokens with the prompt, how many came as drafts, and how many
+    requests were preempted."""
+
+    def __init__(self) -> None:
+        self.texts: list[list[int]] = []
+        self.skipped = self.preempted = 0
+        ended, rewind = Request.ended, Request.rewind
+
+        def end(request: Request, ending: Ending) -> Ended:
+            self.texts.append(list(request.tokens))
+            self.skipped += len(request.skipped)
+            return ended(request, ending)
+
+        def back(request: Request) -> None:
+            self.preempted += request.num_generated > 0
+            rewind(request)
+
+        Request.ended, Request.rewind = end, back  # type: ignore[assignment, method-assign]
+
+
 def sweep(options: argparse.Namespace, root: Path) -> int:
     """Return how many answers differ."""
-    wanted, texts = bodies(options.requests, options.seed), list[list[int]]()
-    skipped, preempted = [0], [0]
-    ended, rewind = Request.ended, Request.rewind
-
-    def end(self: Request, ending: Ending) -> Ended:
-        texts.append(list(self.tokens))
-        skipped[0] += len(self.skipped)
-        return ended(self, ending)
-
-    def back(self: Request) -> None:
-        preempted[0] += self.num_generated > 0
-        rewind(self)
-
-    Request.ended, Request.rewind = end, back  # type: ignore[method-assign]
+    wanted, watched = bodies(options.requests, options.seed), Watched()
     adapters = write_adapters(root / "adapters")
     swapping = {**wanted[0], "model": "swapped", "prompt": QUESTIONS[0], "temperature": 0, "n": 1}
     with demo(adapters, 1, 2048, speculation={"kind": "none"}) as client:
         plain = [ask(client, body) for body in wanted]
-        before, after = (ask(client, {**swapping, "model": s}) for s in ("french", "shout"))
-    assert not skipped[0]
+        swaps = [ask(client, {**swapping, "model": each}) for each in ("french", "shout")]
+    assert not watched.skipped
     refused = sum("error" in answer[0] for answer in plain)
     print(f"{len(plain)} answers without drafts, {refused} of them errors", flush=True)
-    known = [text for text in texts if len(text) > 3]
-    of_base = sorted((text for text in known if len(text) > 20), key=len)[-12:]
-    heads = {
+    known, look_up, wrong = [t for t in watched.texts if len(t) > 3], Drafter.find, 0
+    longest = sorted(known, key=len)[-12:]
+    heads: dict[str, dict[str, Any]] = {
         "prompt_lookup": {},
         "medusa": {"model": str(DEMO / "heads")},
-        "eagle3": {"model": str(write_eagle3(root / "eagle3", of_base)), "max_tokens": 4},
+        "eagle3": {"model": str(write_eagle3(root / "eagle3", longest)), "max_tokens": 4},
     }
     speculation.MARGIN = 0.0
     DraftCosts.applied = lambda *_: None  # type: ignore[method-assign]
-    look_up, wrong = Drafter.find, 0
+    Drafter.find = known_drafts(known, look_up)  # type: ignore[assignment, method-assign]
     for kind in options.kinds:
-        if kind == "prompt_lookup":
-            Drafter.find = told(known, look_up)  # type: ignore[assignment, method-assign]
+        changes: dict[str, Any] = {"speculation": {"kind": kind, **heads[kind]}}
+        if kind == "medusa":
+            changes["adapters"] = {"draft_heads": 1}
         for ranks in options.ranks:
-            skipped[0] = preempted[0] = 0
+            watched.skipped = watched.preempted = 0
             swap(adapters, "french")
-            changes: dict[str, Any] = {"speculation": {"kind": kind, **heads[kind]}}
-            if kind == "medusa":
-                changes["adapters"] = {"draft_heads": 1}
             with demo(adapters, ranks, options.blocks, **changes) as client:
                 found, swapped = together(client, wanted, swapping, adapters)
-            bad = [
-                f"  request {index} {wanted[index]}: {difference}"
-                for index, (one, other) in enumerate(zip(found, plain, strict=True))
-                for difference in list(differences(one, other))[:2]
-            ]
-            firsts = [answer[0].get("text") for answer in swapped]
-            allowed = [before[0].get("text"), after[0].get("text")]
-            bad += [f"  swapped: {text!r}" for text in firsts if text not in allowed]
-            if firsts[-1] != allowed[1]:
-                bad.append(f"  swapped, at last: {firsts[-1]!r}")
+            bad = [*wrong_answers(wanted, found, plain), *wrong_swaps(swapped, swaps)]
             wrong += len(bad)
             print(
                 f"{kind}, {ranks} ranks: {len(found)} answers, {len(bad)} differences, "
-                f"{skipped[0]} tokens came as drafts, {preempted[0]} requests were preempted",
-                *bad[:12], sep="\n", flush=True,
+                f"{watched.skipped} tokens came as drafts, {watched.preempted} requests were "
+                "preempted", *bad[:12], sep="\n", flush=True,
             )  # fmt: skip
     return wrong
+
+
+def wrong_answers(
+    wanted: Sequence[dict[str, Any]], found: Sequence[Answer], plain: Sequence[Answer]
+) -> Iterator[str]:
+    """Where answers are not those without drafts."""
+    for body, one, other in zip(wanted, found, plain, strict=True):
+        for difference in islice(differences(one, other), 2):
+            yield f"  {body}: {difference}"
+
+
+def wrong_swaps(swapped: Sequence[Answer], swaps: Sequence[Answer]) -> Iterator[str]:
+    """Where answers of the replaced adapter are of neither version, or at last of the first."""
+    allowed = [answer[0].get("text") for answer in swaps]
+    texts = [answer[0].get("text") for answer in swapped]
+    yield from (f"  swapped: {text!r}" for text in texts if text not in allowed)
+    if texts[-1] != allowed[-1]:
+        yield f"  swapped, at last: {texts[-1]!r}"
 
 
 def together(
@@ -275,17 +292,18 @@ def together(
     """All answers, and those of the adapter that is replaced meanwhile."""
     with ThreadPoolExecutor(24) as threads:
         early = [threads.submit(ask, client, swapping) for _ in range(2)]
-        calls = []
+        late: list[Future[Answer]] = []
+        calls: list[Future[Answer]] = []
         for index, body in enumerate(wanted):
             calls.append(threads.submit(ask, client, body))
             if index % 7 == 3:
                 threads.submit(cancel, client, body)
             if index == len(wanted) // 2:
-                early = [each.result() for each in early]
+                wait(early)
                 swap(adapters, "shout")
                 late = [threads.submit(ask, client, swapping) for _ in range(3)]
         found = [call.result() for call in calls]
-        swapped = [*early, *(each.result() for each in late)]
+        swapped = [each.result() for each in (*early, *late)]
     # The old version serves until the new one has produced a token.
     for _ in range(40):
         swapped.append(ask(client, swapping))

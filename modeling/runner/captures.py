@@ -134,7 +134,7 @@ def checked_sizes(
 ) -> tuple[tuple[int, tuple[int, ...]], ...]:
     """Return the sizes of steps that check drafts, (tokens of a row, rows) for each length."""
     lengths = [
-        length
+        min(length, speculation.most_tokens)
         for shorter, length in pairwise((0, *DRAFT_LENGTHS))
         if shorter < speculation.most_tokens
     ]
@@ -155,7 +155,7 @@ def capture(
     """Prepare steps of these sizes to be recorded.
 
     hidden: as `parts.forward`, to hidden states of all tokens. checking: the attention of steps
-    that check drafts. guesser: EAGLE-3's, whose entries and guesses are captured too.
+    that check drafts. guesser: EAGLE-3's; its entries and guesses are captured too.
     """
     decode = mixed = heads = None
     checked: list[DecodeGraphs] = []

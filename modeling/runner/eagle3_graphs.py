@@ -39,9 +39,9 @@ Draw = Callable[[Tensor, int], Tensor]
 class HeadParts:
     """What captured heads are made of.
 
-    cache, backend: of their entries. tokens: the token buffer; dummy_token: one that nobody owns.
-    states: where replays of the target leave the states that heads read, [samples, width].
-    dummy_page: of entries, which no request owns. pages: of the longest row. most: guesses.
+    cache, backend: of their entries. tokens: the token buffer; dummy_token: of no request. states:
+    where replays of the target leave the states that heads read, [samples, width]. dummy_page: of
+    entries, of no request. pages: of the longest row. most: guesses.
     """
 
     heads: Eagle3Heads
@@ -80,7 +80,7 @@ class StaticRows:
         ).tolist()
         self.num_bytes = self._words_at + aligned(words * INT32_BYTES)
 
-    def place(self, static: Tensor) -> list[Tensor]:
+    def view(self, static: Tensor) -> list[Tensor]:
         """Return the columns in static device memory, uint8, and keep the attention over it."""
         end = self._words_at + self._words * INT32_BYTES
         words = static[self._words_at : end].view(torch.int32)
@@ -163,7 +163,7 @@ class ChainGraphs:
         """Record the largest size that is left."""
         size = self.unrecorded.pop()
         rows = self._rows[size]
-        columns = rows.place(self._staging.device_bytes)
+        columns = rows.view(self._staging.device_bytes)
         self._send(rows, *_no_rows())
         self._first[size] = self._record(partial(self._draw, size))
         self.begin(self.g[:0], self.positions[:0])
@@ -262,7 +262,7 @@ class EntryGraphs:
         """Record the largest size that is left."""
         size = self.unrecorded.pop()
         rows = self._rows[size]
-        columns = rows.place(self._staging.device_bytes)
+        columns = rows.view(self._staging.device_bytes)
         self._send(rows, (), StepLayout.empty(), GroupLayout.empty())
         self._replays[size] = self._record(partial(self._compute, rows, *columns))
         self._recorded.insert(0, size)

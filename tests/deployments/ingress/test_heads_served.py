@@ -20,7 +20,7 @@ from tests import eagle3
 from tests.checkpoints import load_oracle
 from tests.oracle import inner_states
 from tests.served import demo_app, demo_config, served
-from tests.speculation_sweep import told
+from tests.speculation_sweep import known_drafts
 
 HEADS: dict[str, object] = {"kind": "medusa", "model": "configs/demo/heads"}
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 7}
@@ -108,11 +108,11 @@ def plain() -> Plain:
 def test_the_demos_drafts_change_no_token(
     plain: Plain, monkeypatch: pytest.MonkeyPatch, ranks: int, kind: str
 ) -> None:
-    """Few answers here repeat themselves, so what is looked up is told, every sixth token wrong."""
+    """Few answers here repeat themselves, so drafts are what is known, every sixth token wrong."""
     used: dict[str, object] = HEADS
     if kind == "prompt_lookup":
         used = {"kind": kind, "max_tokens": 4}
-        monkeypatch.setattr(Drafter, "find", told(plain.texts, Drafter.find))
+        monkeypatch.setattr(Drafter, "find", known_drafts(plain.texts, Drafter.find))
         monkeypatch.setattr(speculation, "MARGIN", 0.0)
     with demo(ranks, **used) as url:
         assert f"{kind}, up to 4" in httpx.get(f"{url}/info").json()["chosen"]["speculation"]
