@@ -27,6 +27,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from benchmarks.workload import SHAPES, write_model
+from configs.adapters import AdaptersConfig
 from configs.engine import (
     AttentionKind,
     CacheConfig,
@@ -221,6 +222,8 @@ def make_runner(
         model=ModelConfig(id=str(folder), load_format=LoadFormat.DUMMY),
         device=Device(options.device),
         attention=AttentionKind(options.attention),
+        # All rows are the base model's: half as many graphs, and the library's products.
+        adapters=AdaptersConfig(enabled=False),
         # Prompts are not timed.
         cuda_graphs=CudaGraphs.DECODE,
         limits=LimitsConfig(max_running=rows, max_step_tokens=step, max_total_tokens=total),

@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 
+from configs.engine import CacheDType
 from configs.wire.sampling import Sampling
 from modeling.runner.load_paged import load_paged
 from modeling.runner.paged import ModelRunner
@@ -65,11 +66,12 @@ def informed(texts: Sequence[list[int]]) -> Find:
 
 
 @pytest.mark.parametrize(
-    ("family", "variant", "ranks", "lost_at", "sure", "captured"),
+    ("family", "variant", "ranks", "lost_at", "sure", "captured", "cache"),
     [
-        ("llama", "gqa", 1, 12, speculation.SURE, True),
-        ("llama", "gqa", 2, None, 0.0, False),
-        ("generic", "gemma2", 1, None, 0.0, False),
+        ("llama", "gqa", 1, 12, speculation.SURE, True, CacheDType.AUTO),
+        ("llama", "gqa", 2, None, 0.0, False, CacheDType.AUTO),
+        ("llama", "gqa", 1, None, 0.0, False, CacheDType.FP8),
+        ("generic", "gemma2", 1, None, 0.0, False, CacheDType.AUTO),
     ],
 )
 def test_drafts_change_no_token(
@@ -81,6 +83,7 @@ def test_drafts_change_no_token(
     lost_at: int | None,
     sure: float,
     captured: bool,
+    cache: CacheDType,
 ) -> None:
     """Greedy and sampled, over adapters and without, in chunks, with a prefix that others cached.
 
@@ -90,6 +93,8 @@ def test_drafts_change_no_token(
     monkeypatch.setattr(speculation, "SURE", sure)
     monkeypatch.setattr(speculation, "MARGIN", 0.0)
     config = engine_config(world.model(family, variant))
+    own = config.cache.model_copy(update={"dtype": cache})
+    config = config.model_copy(update={"cache": own})
     names = list(FAMILIES[family].adapters)[:2]
     found = [world.adapter(family, variant, name) for name in names]
     adapters = [folder for folder in found if folder is not None]
