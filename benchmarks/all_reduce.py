@@ -47,7 +47,7 @@ def rank_main(rank: int, size: int, port: int, hidden: int, rows: Sequence[int])
     methods: dict[Method, Sum] = {Method.NCCL: nccl.all_reduce}
     buffers = None
     if isinstance(selected, SymmetricRanks):
-        buffers = DoubleBuffer(map_buffer(2 * LARGEST_BYTES, device))
+        buffers = DoubleBuffer(map_buffer(2 * LARGEST_BYTES, device).memory)
         methods.update(torch_sums())
     if rank == 0:
         print(json.dumps({"gpus": size, "torch": torch.__version__, "method": selected.method}))

@@ -32,7 +32,7 @@ from modeling.batch import ForwardBatch, StepOutput
 from modeling.runner.load_paged import load_paged
 from modeling.runner.loading import pick_device
 from modeling.runner.paged import ModelRunner
-from sharding.group import SingleRank
+from sharding.group import SingleRank, TensorParallel
 
 PROMPT = 512
 GREEDY = Sampling()
@@ -117,14 +117,19 @@ class OfflineDriver:
 class Benchmark:
     """One loaded runner and the cases to run on it."""
 
-    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
-        """Write the model's folder and load it; adapters too if a case needs them."""
+    def __init__(
+        self, options: argparse.Namespace, folder: Path, group: TensorParallel | None = None
+    ) -> None:
+        """Write the model's folder and load it; adapters too if a case needs them.
+
+        group: of whose ranks this process is one; None: it is alone.
+        """
         self._options = options
         write_model(folder / "model", options.shape, spells_json=True)
         self._config = engine_config(options, folder / "model")
         device = pick_device(Device(options.device))
         started = time.perf_counter()
-        self.runner = load_paged(self._config, SingleRank(), device).allocate()
+        self.runner = load_paged(self._config, group or SingleRank(), device).allocate()
         self.report = self.runner.report
         self.load_seconds = time.perf_counter() - started
         self._device = device

@@ -14,10 +14,12 @@ from sharding.group import ProcessGroupRanks, TensorParallel
 from sharding.symmetric import (
     DoubleBuffer,
     Method,
+    PeerBuffers,
     SizeTable,
     Sum,
     SymmetricRanks,
     map_buffer,
+    peer_bytes,
     torch_sums,
 )
 
@@ -58,13 +60,16 @@ def with_symmetric_memory(
     reason = unreachable(peers(ranks, store, device))
     if reason is None:
         try:
-            memory = map_buffer(2 * LARGEST_BYTES, device)
+            mapped = map_buffer(2 * LARGEST_BYTES + peer_bytes(ranks.size), device)
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
     # A rank that failed alone must not leave the others in a barrier.
     if any(ranks.maximum([float(reason is not None)], device)):
         return _without(ranks, wanted, reason or "another rank cannot map its peers' memory")
-    buffers, sums = DoubleBuffer(memory), torch_sums()
+    buffers, sums = DoubleBuffer(mapped.memory[: 2 * LARGEST_BYTES]), torch_sums()
+    of_norms = mapped[2 * LARGEST_BYTES :]
+    # Its flags are reset on every rank before any reaches the end of the measurements.
+    peer_buffers = PeerBuffers(of_norms.memory, of_norms.addresses)
     with torch.inference_mode():
         dtypes, reason = correct_dtypes(ranks, buffers, sums, device)
         if not dtypes:
@@ -79,7 +84,7 @@ def with_symmetric_memory(
         shown = ", ".join(f"{method} {us:.1f}" for method, us in each.items())
         logger.debug("all-reduce of %d bytes: %s us", size, shown)
     logger.info("all-reduce: %s", description)
-    symmetric = SymmetricRanks(ranks, buffers, sums, table)
+    symmetric = SymmetricRanks(ranks, buffers, sums, table, peer_buffers)
     symmetric.serve(frozenset(dtypes), description)
     return symmetric
 

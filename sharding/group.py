@@ -1,6 +1,7 @@
 """TensorParallel: rank, size and the two collectives that a step may use."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -35,6 +36,36 @@ class TensorParallel(Protocol):
         """
         ...
 
+    def summand(self, shape: Sequence[int], dtype: torch.dtype) -> "Summand | None":
+        """Return a summand of undefined values that a norm sums, or None: `all_reduce` shall.
+
+        It must be summed, once, before the next call.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Summand:
+    """This rank's summand of [rows, n], whose sum over ranks is left to what reads it.
+
+    partial: in memory that the peers read.
+    peers: int64 [2, size], for each rank the addresses of its summand and of its flags.
+    group: the ranks.
+    """
+
+    partial: Tensor
+    peers: Tensor
+    group: TensorParallel
+
+    def total(self) -> Tensor:
+        """Return the sum, [rows, n]."""
+        return self.group.all_reduce(self.partial)
+
+
+def summed(x: Tensor | Summand) -> Tensor:
+    """Return x, or its sum over ranks if it is a summand."""
+    return x.total() if isinstance(x, Summand) else x
+
 
 class SingleRank:
     """A group of one rank: no process group, no copy."""
@@ -53,6 +84,10 @@ class SingleRank:
 
     def output_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
         """Return None: nothing is sent."""
+        return None
+
+    def summand(self, shape: Sequence[int], dtype: torch.dtype) -> Summand | None:
+        """Return None: every sum is `all_reduce`'s."""
         return None
 
 
@@ -75,6 +110,10 @@ class LoneRank:
 
     def output_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
         """Return None."""
+        return None
+
+    def summand(self, shape: Sequence[int], dtype: torch.dtype) -> Summand | None:
+        """Return None: every sum is `all_reduce`'s."""
         return None
 
 
@@ -106,6 +145,10 @@ class ProcessGroupRanks:
 
     def output_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
         """Return None: any tensor can be summed without a copy."""
+        return None
+
+    def summand(self, shape: Sequence[int], dtype: torch.dtype) -> Summand | None:
+        """Return None: every sum is `all_reduce`'s."""
         return None
 
     def maximum(self, values: Sequence[float], device: torch.device) -> list[float]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from sharding.group import Summand
 from sharding.linear_weight import DenseWeight, LinearPart, LinearWeight
 from sharding.loader import Weights
 from sharding.slicing import Segments, whole, width
@@ -126,11 +127,17 @@ class RowParallelLinear(nn.Module):
         """Return the weight [out, local_in] where it is kept as it is; None if quantised."""
         return self.stored.matrix if isinstance(self.stored, DenseWeight) else None
 
-    def partial(self, x: Tensor) -> Tensor:
-        """[tokens, local_in] to this rank's summand of [tokens, out]; the bias is in rank 0's."""
-        # Computed into the memory that the ranks sum, where there is any: no copy is needed.
-        y: Tensor = self.stored(x, self.bias, self.output_buffer(x))
+    def partial(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """[tokens, local_in] to this rank's summand of [tokens, out]; the bias is in rank 0's.
+
+        out: memory for it; otherwise that which the ranks sum without a copy, where there is any.
+        """
+        y: Tensor = self.stored(x, self.bias, self.output_buffer(x) if out is None else out)
         return y
+
+    def summand(self, x: Tensor) -> Summand | None:
+        """Return memory for x's partial product that the next norm sums; None if none shall."""
+        return self._group.summand((len(x), self.stored.shape[0]), x.dtype)
 
     def output_buffer(self, x: Tensor) -> Tensor | None:
         """Return memory [tokens, out] for x's partial product that is summed without a copy."""

@@ -14,11 +14,14 @@ buffer's next use.
 
 Every rank adds in the order of the ranks, so all get the same bytes.
 
+Sums that a norm's kernel makes itself (`PeerBuffers`) begin with a barrier and end without one.
+
 Not used on purpose: `one_shot_all_reduce_copy` signals its peers before all warps of a block
 have copied their part, and the `multimem` operations need NVLink multicast.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from math import prod
 
@@ -27,10 +30,16 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 from torch import Tensor
 
-from sharding.group import TensorParallel
+from sharding.group import Summand, TensorParallel
 
 ALIGNMENT = 16
 """Bytes that the kernels move at once; a summand that is no multiple of it goes through NCCL."""
+
+MOST_ROWS = 256
+"""Rows of a summand that a norm sums, at most: each has a flag of each rank."""
+
+SUMMAND_BYTES = 1 << 22
+"""Bytes of a summand that a norm sums, at most: 256 rows of 8,192 in bfloat16."""
 
 TWO_SHOT_RANKS = (2, 4, 8)
 """Group sizes that torch's two-shot kernel is compiled for."""
@@ -82,6 +91,49 @@ class DoubleBuffer:
         return offset in (0, self.buffer_bytes) and x.is_contiguous()
 
 
+class PeerBuffers:
+    """Two buffers, used alternately, from which kernels sum; each has flags of its own.
+
+    A kernel's sum has one barrier, at its begin: a rank sets its flags on the peers once its
+    summand is written, waits for the peers' flags on itself, resets those, and reads. Nothing is
+    lost or overwritten too early, as between two uses of a buffer there is another sum:
+
+    1. A rank sets flags of sum k+1 only when its sum k has ended, as it does so after the kernels
+       before (`gdc_wait`). So where sum k+1 has ended, sum k has ended on every rank: its buffer
+       and its flags are free.
+    2. Sum k+1 uses the other buffer, and what follows it on the stream the buffer of sum k. What
+       the model computes between is ordered by the stream, launched or captured.
+    3. Steps are recorded apart, so one may begin with the buffer that the step before used last.
+       Between them is the sum of the embedding, with which every step begins. It is made by
+       `all_reduce`, whose barriers prove as much as sum k+1 does.
+
+    One summand at a time: layers that hold two (GPT-NeoX) take theirs from a `DoubleBuffer`.
+    """
+
+    def __init__(self, memory: Tensor, addresses: Sequence[int]) -> None:
+        """memory: uint8 [peer_bytes], this rank's. addresses: where each rank has it."""
+        size = len(addresses)
+        self._buffers = DoubleBuffer(memory[: 2 * SUMMAND_BYTES])
+        self._first = memory.data_ptr()
+        self.flags = memory[2 * SUMMAND_BYTES :].view(torch.int32).view(2, size, MOST_ROWS)
+        self.flags.zero_()
+        offsets = [
+            (i * SUMMAND_BYTES, 2 * SUMMAND_BYTES + 4 * i * size * MOST_ROWS) for i in (0, 1)
+        ]
+        table = [[[base + offset for base in addresses] for offset in each] for each in offsets]
+        self._peers = torch.tensor(table, dtype=torch.int64, device=memory.device)
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype, group: TensorParallel) -> Summand:
+        """Return the next buffer, which must fit, as a summand of the group."""
+        partial = self._buffers.take(shape, dtype)
+        return Summand(partial, self._peers[int(partial.data_ptr() != self._first)], group)
+
+
+def peer_bytes(size: int) -> int:
+    """Return the bytes of `PeerBuffers` of so many ranks."""
+    return 2 * (SUMMAND_BYTES + 4 * size * MOST_ROWS)
+
+
 class SizeTable:
     """The method for each number of bytes, as measured; sizes ascend, each is an upper bound."""
 
@@ -113,19 +165,38 @@ class SymmetricRanks:
         buffers: DoubleBuffer,
         sums: Mapping[Method, Sum],
         table: SizeTable,
+        peer_buffers: PeerBuffers | None = None,
     ) -> None:
-        """sums: for each method of the table but NCCL."""
+        """sums: for each method of the table but NCCL. peer_buffers: for sums of norms."""
         self._ranks = ranks
         self._buffers = buffers
         self._sums = sums
         self._table = table
         self._dtypes: frozenset[torch.dtype] = frozenset()
+        self.peer_buffers = peer_buffers
+        self._normed: tuple[torch.dtype | None, int] = (None, 0)
         self.rank, self.size = ranks.rank, ranks.size
         self.method = ranks.method
 
     def serve(self, dtypes: frozenset[torch.dtype], method: str) -> None:
         """Use the buffers from now on, for these types; method: as in TensorParallel."""
         self._dtypes, self.method = dtypes, method
+
+    def serve_norms(self, dtype: torch.dtype, most_rows: int, method: str) -> None:
+        """Leave sums of up to so many rows of a type to norms from now on; method: as `serve`."""
+        assert self.peer_buffers is not None
+        assert most_rows <= MOST_ROWS
+        self._normed, self.method = (dtype, most_rows), method
+
+    def summand(self, shape: Sequence[int], dtype: torch.dtype) -> Summand | None:
+        """Return a summand where a norm sums faster."""
+        normed, most_rows = self._normed
+        num_bytes = prod(shape) * dtype.itemsize
+        is_served = dtype is normed and len(shape) == 2 and 0 < shape[0] <= most_rows
+        if not is_served or num_bytes > SUMMAND_BYTES or shape[1] * dtype.itemsize % ALIGNMENT:
+            return None
+        assert self.peer_buffers is not None
+        return self.peer_buffers.take(shape, dtype, self)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum over ranks; x is not the sum's memory where the buffer is used."""
@@ -163,14 +234,29 @@ def world() -> dist.ProcessGroup:
     return group
 
 
-def map_buffer(num_bytes: int, device: torch.device) -> Tensor:
-    """Allocate uint8 memory that every rank of the world maps; all ranks call it together.
+@dataclass(frozen=True)
+class MappedMemory:
+    """memory: this rank's, uint8. addresses: of every rank's, as this one's kernels see it."""
+
+    memory: Tensor
+    addresses: Sequence[int]
+
+    def __getitem__(self, part: slice) -> "MappedMemory":
+        """Return a part."""
+        start, _, _ = part.indices(len(self.memory))
+        return MappedMemory(self.memory[part], [address + start for address in self.addresses])
+
+
+def map_buffer(num_bytes: int, device: torch.device) -> MappedMemory:
+    """Allocate memory that every rank of the world maps; all ranks call it together.
 
     RuntimeError where the peers' memory cannot be mapped.
     """
     memory: Tensor = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
-    symmetric.rendezvous(memory, world())
-    return memory
+    handle = symmetric.rendezvous(memory, world())
+    # An allocation may begin before the tensor, by as much on every rank.
+    before = memory.data_ptr() - handle.buffer_ptrs[handle.rank]
+    return MappedMemory(memory, [pointer + before for pointer in handle.buffer_ptrs])
 
 
 def torch_sums() -> dict[Method, Sum]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sharding.connect import connect
-from sharding.group import SingleRank, TensorParallel, memory_store
+from sharding.group import SingleRank, Summand, TensorParallel, memory_store
 
 T = TypeVar("T")
 
@@ -105,6 +105,9 @@ class MemoryRank:
         return whole
 
     def output_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
+        return None
+
+    def summand(self, shape: Sequence[int], dtype: torch.dtype) -> Summand | None:
         return None
 
     def _bring(self, kind: str, x: Tensor) -> list[Tensor]:

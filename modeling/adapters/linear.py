@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from modeling.adapters.product import AdapterData, GatedAdapters, OutputSlice, WholeAdapters
 from modeling.adapters.projection import BaseLinear, ModulePosition
+from sharding.group import Summand
 from sharding.linear import ColumnParallelLinear, RowParallelLinear
 from sharding.linear_weight import WeightRows
 
@@ -92,22 +93,36 @@ class AdapterRowLinear(nn.Module):
         self._layer = layer
         self._targets = (OutputSlice(projection, 0),)
 
-    def partial(self, x: Tensor, adapter_data: AdapterData | None) -> Tensor:
-        """[tokens, local_in] to this rank's summand of [tokens, out], deltas included."""
+    def partial(
+        self, x: Tensor, adapter_data: AdapterData | None, out: Tensor | None = None
+    ) -> Tensor:
+        """[tokens, local_in] to this rank's summand of [tokens, out], deltas included.
+
+        out: memory for it, if it may not be any.
+        """
         if adapter_data is None:
-            return self.base.partial(x)
+            return self.base.partial(x, out)
         weight = self.base.stored
         if self.base.bias is None and adapter_data.has_product(x, weight, self._targets):
             # Memory that the ranks sum without a copy, where there is any.
-            buffer = self.base.output_buffer(x)
+            buffer = self.base.output_buffer(x) if out is None else out
             y = x.new_empty(len(x), weight.shape[0]) if buffer is None else buffer
             adapter_data.product(y, x, weight, self._layer, self._targets)
         else:
-            y = self.base.partial(x)
+            y = self.base.partial(x, out)
         if isinstance(adapter_data, WholeAdapters):
             adapter_data.replace(y, x, self._layer, self._targets, self.base.bias)
         adapter_data.add(y, x, self._layer, self._targets)
         return y
+
+    def unsummed(self, x: Tensor, adapter_data: AdapterData | None) -> Tensor | Summand:
+        """As `forward`, but for a norm: a summand where the norm's own kernel sums it faster."""
+        summand = self.base.summand(x)
+        if summand is None:
+            summed: Tensor = self(x, adapter_data)
+            return summed
+        self.partial(x, adapter_data, summand.partial)
+        return summand
 
     @property
     def has_bias(self) -> bool:

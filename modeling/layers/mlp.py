@@ -7,6 +7,7 @@ from modeling.adapters.linear import AdapterColumnLinear, AdapterRowLinear
 from modeling.adapters.product import AdapterData
 from modeling.layers.activation import ACTIVATIONS
 from modeling.layers.fused import fused_ops, rounded_for
+from sharding.group import Summand
 
 
 class GatedMLP(nn.Module):
@@ -24,6 +25,15 @@ class GatedMLP(nn.Module):
 
     def forward(self, hidden_states: Tensor, adapter_data: AdapterData | None) -> Tensor:
         """[tokens, hidden] to the same shape, equal on every rank."""
+        out: Tensor = self.down_proj(self._inner(hidden_states, adapter_data), adapter_data)
+        return out
+
+    def unsummed(self, hidden_states: Tensor, adapter_data: AdapterData | None) -> Tensor | Summand:
+        """As `forward`, for a norm that may sum over ranks itself."""
+        return self.down_proj.unsummed(self._inner(hidden_states, adapter_data), adapter_data)
+
+    def _inner(self, hidden_states: Tensor, adapter_data: AdapterData | None) -> Tensor:
+        """[tokens, hidden] to this rank's act(gate x) * (up x), [tokens, n]."""
         reader = self.down_proj.base.stored
         if self._is_silu and not reader.takes_rounded(hidden_states):
             gate_up, inner = self.gate_up_proj.gated(hidden_states, adapter_data)
@@ -38,8 +48,7 @@ class GatedMLP(nn.Module):
         elif inner is None:
             gate, up = gate_up.chunk(2, dim=-1)
             inner = self._act(gate) * up
-        out: Tensor = self.down_proj(inner, adapter_data)
-        return out
+        return inner
 
 
 class PlainMLP(nn.Module):

@@ -3,8 +3,9 @@
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from modeling.adapters.norm_rows import NormRows, rms_norm
-from modeling.layers.fused import fused_ops, rounded_for
+from modeling.adapters.norm_rows import NormRows, OwnWeights, rms_norm
+from modeling.layers.fused import FusedOps, fused_ops, rounded_for
+from sharding.group import Summand, summed
 from sharding.linear_weight import LinearWeight
 from sharding.loader import Weights
 
@@ -29,24 +30,37 @@ class RMSNorm(nn.Module):
         # In a tuple it is no module of this one, which would count its bytes.
         self._readers = (reader,)
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Norm of x + residual, and that sum: both [tokens, size]."""
-        own = None if self.rows is None else self.rows.own
+    def forward(self, x: Tensor | Summand, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Norm of x + residual, and that sum: both [tokens, size]; a summand is summed before."""
+        if self._fused is not None and isinstance(x, Summand):
+            return self._by_kernel(self._fused, x.partial, residual, x)
+        x = summed(x)
         # The kernel takes contiguous rows; norms of single heads have three dimensions.
         if self._fused is not None and x.dim() == 2 and x.is_contiguous():
-            reader = self._readers[0] if self._readers else None
-            rounded = rounded_for(reader, x)
-            normed, total = self._fused.add_rms_norm(
-                x, residual, self.weight, self.eps, own=own, rounded=rounded
-            )
-            if reader is not None and rounded is not None:
-                reader.take_rounded(normed, *rounded)
-            return normed, total
+            return self._by_kernel(self._fused, x, residual)
+        own = self._own
         if residual is not None:
             x = x + residual
         if own is not None:
             return rms_norm(x, self.weight, self.eps, own), x
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps), x
+
+    @property
+    def _own(self) -> OwnWeights | None:
+        return None if self.rows is None else self.rows.own
+
+    def _by_kernel(
+        self, fused: FusedOps, x: Tensor, residual: Tensor | None, summand: Summand | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """As `forward`, in one launch; x: of the summand, if there is one."""
+        reader = self._readers[0] if self._readers else None
+        rounded = rounded_for(reader, x)
+        normed, total = fused.add_rms_norm(
+            x, residual, self.weight, self.eps, own=self._own, rounded=rounded, summand=summand
+        )
+        if reader is not None and rounded is not None:
+            reader.take_rounded(normed, *rounded)
+        return normed, total
 
 
 class LayerNorm(nn.Module):

@@ -12,9 +12,11 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from modeling.adapters.norm_rows import NO_WEIGHTS, OwnWeights
+from modeling.layers.triton_ranks import meet, sum_of_ranks, table
 from modeling.quantisation.activations import LARGEST, SMALLEST
 from modeling.triton_launch import Launcher, aligned, has_dependent_launch, launch_options
 from modeling.triton_tiles import divided
+from sharding.group import Summand
 
 SILU_COLUMNS = 1024
 """What one program computes."""
@@ -61,14 +63,17 @@ def _add_rms_norm(
     x: "Pointer", residual: "Pointer", inner: "Pointer",
     weight: "Pointer", normed: "Pointer", total: "Pointer", codes: "Pointer", scales: "Pointer",
     pages: "Pointer", own: "Pointer", own_inner: "Pointer", own_stride: "Any",
+    peers: "Pointer",
     eps: float, inner_eps: float, most: float, smallest: float,
     size: tl.constexpr, width: tl.constexpr,
     has_residual: tl.constexpr, has_inner: tl.constexpr, rounds: tl.constexpr,
     has_pages: tl.constexpr, per_token: tl.constexpr,
     plus: tl.constexpr, inner_plus: tl.constexpr,
-    PDL: tl.constexpr,
+    rank: tl.constexpr, ranks: tl.constexpr, PDL: tl.constexpr,
 ) -> None:
     """normed = w * s / sqrt(mean(s^2) + eps), s = x + residual, of one row.
+
+    ranks: if more than one, x is this rank's summand, and s = sum of x over ranks + residual.
 
     width: the power of two that holds size. has_inner: s = norm(x) + residual, with inner as w.
     has_pages: w is that of an adapter where pages has one for the row's token. rounds: codes and
@@ -91,9 +96,17 @@ def _add_rms_norm(
             inner_factors = _own_weight(
                 inner_factors, own_inner, page, own_stride, columns, inside, inner_plus
             )
+    if ranks > 1:
+        summands = table(peers, ranks)
+        flags = table(peers + ranks, ranks)
     if PDL:
         gdc_wait()
-    values = tl.load(x + start + columns, mask=inside, other=0.0)
+    if ranks > 1:
+        # Behind the wait, for only then is this rank's summand written.
+        meet(flags, rank, ranks)
+        values = sum_of_ranks(summands, x.dtype.element_ty, start + columns, inside, ranks)
+    else:
+        values = tl.load(x + start + columns, mask=inside, other=0.0)
     if has_inner:
         wide = values.to(tl.float32)
         scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / size + inner_eps)
@@ -102,6 +115,7 @@ def _add_rms_norm(
         before = tl.load(residual + start + columns, mask=inside, other=0.0)
         # The next layer reads the sum in the model's type, so the norm is that of the rounded sum.
         values = (values.to(tl.float32) + before.to(tl.float32)).to(values.dtype)
+    if has_residual or ranks > 1:
         tl.store(total + start + columns, values, mask=inside)
     wide = values.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / size + eps)
@@ -156,12 +170,14 @@ def add_rms_norm(
     own: OwnWeights | None = None,
     own_inner: OwnWeights | None = None,
     rounded: Rounded | None = None,
+    summand: Summand | None = None,
 ) -> tuple[Tensor, Tensor]:
     """y = w * s / sqrt(mean(s^2) + eps), s = x + residual; returns (y, s), both [rows, size].
 
     inner: the weight and eps of a norm of x before the sum, rounded to its type as always.
     own, own_inner: what replaces the weights for the rows of some tokens. rounded: where y is
-    written in fp8 too.
+    written in fp8 too. summand: whose part x is: then x stands for its sum over ranks, rounded as
+    `all_reduce` does, and all ranks make the same calls in one order.
     """
     tokens, size = x.shape
     inner_weight, inner_eps = inner or (weight, 0.0)
@@ -171,7 +187,9 @@ def add_rms_norm(
     stride = 0 if own is None else own.weights.stride(0)
     per_token = 1 if own is None else tokens // len(pages)
     normed = torch.empty_like(x)
-    total = x if residual is None else torch.empty_like(x)
+    total = x if residual is None and summand is None else torch.empty_like(x)
+    rank, ranks = (0, 1) if summand is None else (summand.group.rank, summand.group.size)
+    peers = weight if summand is None else summand.peers
     added = x if residual is None else residual
     dependent = has_dependent_launch(x.device)
     codes, scales = rounded or (normed, normed)
@@ -186,6 +204,7 @@ def add_rms_norm(
             inner_weight.dtype,
             weight.dtype,
             x.device,
+            ranks,
             aligned(x, added, inner_weight, weight, codes, scales),
             (per_token, first.plus, second.plus, stride, stored[0].dtype, aligned(pages, *stored))
             if own is not None
@@ -193,7 +212,7 @@ def add_rms_norm(
         ),
         (tokens,),
         (x, added, inner_weight, weight, normed, total, codes, scales, pages, *stored, stride,
-         eps, inner_eps, *FP8_RANGE),
+         peers, eps, inner_eps, *FP8_RANGE),
         {
             "size": size,
             "width": triton.next_power_of_2(size),
@@ -204,6 +223,8 @@ def add_rms_norm(
             "per_token": per_token,
             "plus": first.plus,
             "inner_plus": second.plus,
+            "rank": rank,
+            "ranks": ranks,
             "PDL": dependent,
         },
         {"num_warps": 8 if size > 1024 else 4, **launch_options(dependent)},

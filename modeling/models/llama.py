@@ -16,6 +16,7 @@ from modeling.layers.attention import Angles, norm_heads
 from modeling.layers.mlp import GatedMLP
 from modeling.layers.norm import RMSNorm
 from modeling.layers.rotary import Rotary
+from modeling.layers.summed_norms import serve_summed_norms
 from modeling.models.context import PagedContext
 from modeling.models.llama_projections import (
     attention_projections,
@@ -26,6 +27,7 @@ from modeling.models.llama_projections import (
 )
 from modeling.models.paged_base import FlashBase, ModelOutline
 from sharding.embedding import VocabParallelEmbedding
+from sharding.group import Summand, summed
 from sharding.linear import ColumnParallelLinear, RowParallelLinear
 from sharding.loader import Weights
 
@@ -67,13 +69,24 @@ class FlashLlamaAttention(nn.Module):
 
     def forward(self, hidden_states: Tensor, angles: Angles, context: PagedContext) -> Tensor:
         """[tokens, hidden] to the same shape; the step's k and v go to the cache."""
+        attended = self._attended(hidden_states, angles, context)
+        out: Tensor = self.o_proj(attended, context.adapter_data)
+        return out
+
+    def unsummed(
+        self, hidden_states: Tensor, angles: Angles, context: PagedContext
+    ) -> Tensor | Summand:
+        """As `forward`, for a norm that may sum over ranks itself."""
+        attended = self._attended(hidden_states, angles, context)
+        return self.o_proj.unsummed(attended, context.adapter_data)
+
+    def _attended(self, hidden_states: Tensor, angles: Angles, context: PagedContext) -> Tensor:
+        """[tokens, hidden] to the attention of this rank's heads, [tokens, heads * head_dim]."""
         qkv: Tensor = self.qkv_proj(hidden_states, context.adapter_data)
         if self.q_norm is not None and self.k_norm is not None:
             qkv = norm_heads(qkv, self.heads, self.q_norm, self.k_norm)
         q = context.store(self._layer, qkv, self.heads, angles)
-        attended = context.query(self._layer, q, self._window)
-        out: Tensor = self.o_proj(attended.flatten(1), context.adapter_data)
-        return out
+        return context.query(self._layer, q, self._window).flatten(1)
 
 
 class LlamaMLP(GatedMLP):
@@ -120,20 +133,23 @@ class FlashLlamaLayer(nn.Module):
 
     def forward(
         self,
-        hidden_states: Tensor,
+        hidden_states: Tensor | Summand,
         residual: Tensor | None,
         angles: Angles,
         context: PagedContext,
-    ) -> tuple[Tensor, Tensor]:
-        """(what the layer adds last, the residual stream before it), both [tokens, hidden]."""
-        normed, residual = self.input_layernorm(hidden_states, residual)
-        attended = self.self_attn(normed, angles, context)
-        normed, stream = self.post_attention_layernorm(self._weighed(attended), residual)
-        return self._weighed(self.mlp(normed, context.adapter_data)), stream
+    ) -> tuple[Tensor | Summand, Tensor]:
+        """(what the layer adds last, the residual stream before it), both [tokens, hidden].
 
-    def _weighed(self, added: Tensor) -> Tensor:
-        """What a sublayer adds to the residual stream."""
-        return added if self._multiplier == 1.0 else added * self._multiplier
+        Norms sum what is added over ranks, unless a factor comes between.
+        """
+        normed, residual = self.input_layernorm(hidden_states, residual)
+        if self._multiplier == 1.0:
+            attended = self.self_attn.unsummed(normed, angles, context)
+            normed, stream = self.post_attention_layernorm(attended, residual)
+            return self.mlp.unsummed(normed, context.adapter_data), stream
+        added = self.self_attn(normed, angles, context) * self._multiplier
+        normed, stream = self.post_attention_layernorm(added, residual)
+        return self.mlp(normed, context.adapter_data) * self._multiplier, stream
 
 
 CreateLayer = Callable[[int, str, LlamaConfig, Weights], nn.Module]
@@ -167,7 +183,9 @@ class FlashLlamaModel(nn.Module):
 
     def forward(self, embeds: Tensor, position_ids: Tensor, context: PagedContext) -> Tensor:
         """Embedded tokens to normed hidden states, both [tokens, hidden], equal on every rank."""
-        hidden = embeds if self._multiplier == 1.0 else embeds * self._multiplier
+        hidden: Tensor | Summand = embeds
+        if self._multiplier != 1.0:
+            hidden = embeds * self._multiplier
         residual: Tensor | None = None
         angles = self._rotary.angles(position_ids)
         kept: dict[int, Tensor] = {}
@@ -179,13 +197,17 @@ class FlashLlamaModel(nn.Module):
         return normed
 
     def _blended(
-        self, index: int, hidden: Tensor, residual: Tensor | None, kept: dict[int, Tensor]
-    ) -> tuple[Tensor, Tensor | None]:
+        self,
+        index: int,
+        hidden: Tensor | Summand,
+        residual: Tensor | None,
+        kept: dict[int, Tensor],
+    ) -> tuple[Tensor | Summand, Tensor | None]:
         """What enters a layer, and the stream beside it: skip connections end and begin here."""
         blends = [blend for blend in self._blends if blend.layer == index]
         if not blends and index not in self._sources:
             return hidden, residual
-        stream = hidden if residual is None else hidden + residual
+        stream = summed(hidden) if residual is None else summed(hidden) + residual
         kept[index] = stream
         for blend in blends:
             stream = kept[blend.source] * blend.weight + stream * (1 - blend.weight)
@@ -221,6 +243,7 @@ class FlashLlamaForCausalLM(FlashBase):
         self.config = config
         self.model = model
         self.unread: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq",)
+        serve_summed_norms(weights.group, config.hidden_size, weights.dtype, weights.device)
 
     @classmethod
     def build(cls, config: LlamaConfig, weights: Weights) -> "FlashLlamaForCausalLM":

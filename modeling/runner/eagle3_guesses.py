@@ -29,6 +29,7 @@ from modeling.runner.eagle3_graphs import Draw, Eagle3Graphs, HeadParts, Pages
 from modeling.runner.guesses import GuessedRows, RightSamples, draw, right_samples
 from modeling.runner.input_batch import InputBatch, StepLayout
 from modeling.transfer import pack_to_device, to_device
+from sharding.group import summed
 
 RESTED = 8
 """After so many decode steps in a row without guesses, entries are made no more until some are
@@ -52,7 +53,7 @@ class LayerStates:
 
     def _hook(self, index: int) -> Any:
         def keep(_module: nn.Module, _given: object, out: Any) -> None:
-            stream = out if isinstance(out, Tensor) else out[0] + out[1]
+            stream = out if isinstance(out, Tensor) else summed(out[0]) + out[1]
             self._found[index] = stream.flatten(0, -2)
 
         return keep

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sharding.group import TensorParallel
+from sharding.group import Summand, TensorParallel
 
 
 @dataclass
@@ -24,6 +24,9 @@ class LoneRank:
         raise AssertionError(f"rank {self.rank} of {self.size} is alone")
 
     def output_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
+        return None
+
+    def summand(self, shape: Sequence[int], dtype: torch.dtype) -> Summand | None:
         return None
 
 
@@ -45,3 +48,6 @@ class CountedRanks:
 
     def output_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
         return self._ranks.output_buffer(shape, dtype)
+
+    def summand(self, shape: Sequence[int], dtype: torch.dtype) -> Summand | None:
+        return self._ranks.summand(shape, dtype)

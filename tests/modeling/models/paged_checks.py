@@ -19,7 +19,7 @@ from modeling.models.gpt_neox import GPTNeoXForCausalLM
 from modeling.models.opt import OPTForCausalLM
 from modeling.models.select import build_model
 from sharding.checkpoint import DummySource, SafetensorsCheckpoint
-from sharding.group import SingleRank, TensorParallel
+from sharding.group import SingleRank, Summand, TensorParallel
 from sharding.linear_weight import LinearWeight
 from sharding.loader import Weights
 from sharding.slicing import width
@@ -239,6 +239,9 @@ class CountingRank:
         return torch.cat((x, x), dim=-1)
 
     def output_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
+        return None
+
+    def summand(self, shape: Sequence[int], dtype: torch.dtype) -> Summand | None:
         return None
 
 
