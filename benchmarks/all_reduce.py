@@ -2,8 +2,8 @@
 
 One process for each GPU sums [rows, hidden] in bfloat16. The table has the microseconds of the
 slowest rank for NCCL and for the one-shot and two-shot sums of symmetric memory, with inputs that
-are in that memory already. The last column is the method that a server selects
-(sharding/all_reduce.py); the first line names it.
+are in that memory already. Then come the method that a server selects (sharding/all_reduce.py),
+which the first line names, and that sum with the norm behind it, in two launches and in one.
 """
 
 import argparse
@@ -19,10 +19,13 @@ from torch.multiprocessing.spawn import spawn
 
 from configs.engine import AllReduce
 from configs.env import export_rank_environment
+from modeling.layers.fused import fused_ops
+from modeling.layers.summed_norms import NormComparison, serve_summed_norms
 from sharding.all_reduce import LARGEST_BYTES, captured_us
 from sharding.connect import connect
 from sharding.group import ProcessGroupRanks
 from sharding.symmetric import (
+    MOST_ROWS,
     DoubleBuffer,
     Method,
     Sum,
@@ -49,9 +52,14 @@ def rank_main(rank: int, size: int, port: int, hidden: int, rows: Sequence[int])
     if isinstance(selected, SymmetricRanks):
         buffers = DoubleBuffer(map_buffer(2 * LARGEST_BYTES, device).memory)
         methods.update(torch_sums())
+    serve_summed_norms(selected, hidden, DTYPE, device)
+    comparison = None
+    if isinstance(selected, SymmetricRanks) and (fused := fused_ops(device)):
+        comparison = NormComparison(selected, fused, torch.ones(hidden, dtype=DTYPE, device=device))
     if rank == 0:
         print(json.dumps({"gpus": size, "torch": torch.__version__, "method": selected.method}))
-        print(" rows " + "".join(f"{name:>10}" for name in [*methods, "selected"]), flush=True)
+        names = [*methods, "selected", "and norm", "in one"]
+        print(" rows " + "".join(f"{name:>10}" for name in names), flush=True)
     with torch.inference_mode():
         for count in rows:
             x = torch.zeros(count, hidden, dtype=DTYPE, device=device)
@@ -60,6 +68,8 @@ def rank_main(rank: int, size: int, port: int, hidden: int, rows: Sequence[int])
             times = [captured_us(sum_, x) for sum_ in methods.values()]
             room = selected.output_buffer(x.shape, x.dtype)
             times.append(captured_us(selected.all_reduce, room if room is not None else x.clone()))
+            if comparison is not None and count <= MOST_ROWS:
+                times += comparison.times(count)
             slowest = nccl.maximum(times, device)
             if rank == 0:
                 print(f"{count:5} " + "".join(f"{us:10.1f}" for us in slowest), flush=True)

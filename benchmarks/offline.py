@@ -1,10 +1,11 @@
-"""Step times of one runner on one GPU: no Ray, no HTTP, no scheduler, random weights.
+"""Step times of a runner: no Ray, no HTTP, no scheduler, random weights.
 
     python -m benchmarks.offline --batches 1 64 256 --adapters 0 1 32 --profile out/
 
-One JSON line for each case, on standard output. Decode: milliseconds a step, launched one step
-ahead as a server does, after `context` random tokens of prefill for each row. Prefill: one step of
-`limits.max_step_tokens` tokens, in prompts of 512.
+With `--gpus 2` ranks share the model, one process for each GPU. One JSON line for each case, on
+standard output. Decode: milliseconds a step, launched one step ahead as a server does, after
+`context` random tokens of prefill for each row. Prefill: one step of `limits.max_step_tokens`
+tokens, in prompts of 512.
 """
 
 import argparse
@@ -21,10 +22,13 @@ from typing import Any
 
 import torch
 from msgspec.structs import replace
+from torch.distributed import TCPStore
+from torch.multiprocessing.spawn import spawn
 
 from benchmarks.offline_setup import RANK, engine_config, model_parser
 from benchmarks.workload import PEOPLE, SHAPES, write_adapter, write_model
 from configs.engine import Device
+from configs.env import export_rank_environment
 from configs.wire.adapters import AdapterKey, FetchedAdapter
 from configs.wire.plan import RequestJoin, StepRow
 from configs.wire.sampling import Sampling
@@ -32,10 +36,13 @@ from modeling.batch import ForwardBatch, StepOutput
 from modeling.runner.load_paged import load_paged
 from modeling.runner.loading import pick_device
 from modeling.runner.paged import ModelRunner
+from sharding.connect import connect
 from sharding.group import SingleRank, TensorParallel
 
 PROMPT = 512
 GREEDY = Sampling()
+ALONE = SingleRank()
+TIMEOUT_S = 120.0
 TOP_KERNELS = 25
 
 
@@ -118,18 +125,18 @@ class Benchmark:
     """One loaded runner and the cases to run on it."""
 
     def __init__(
-        self, options: argparse.Namespace, folder: Path, group: TensorParallel | None = None
+        self, options: argparse.Namespace, folder: Path, group: TensorParallel = ALONE
     ) -> None:
-        """Write the model's folder and load it; adapters too if a case needs them.
-
-        group: of whose ranks this process is one; None: it is alone.
-        """
+        """Write the model's folder and load this rank; adapters too if a case needs them."""
         self._options = options
         write_model(folder / "model", options.shape, spells_json=True)
         self._config = engine_config(options, folder / "model")
         device = pick_device(Device(options.device))
         started = time.perf_counter()
-        self.runner = load_paged(self._config, group or SingleRank(), device).allocate()
+        loaded = load_paged(self._config, group, device)
+        # As many blocks on every rank: the cases are drawn from one random sequence.
+        blocks = group.all_gather(torch.tensor([loaded.measure()], device=device))
+        self.runner = loaded.allocate(int(blocks.min()))
         self.report = self.runner.report
         self.load_seconds = time.perf_counter() - started
         self._device = device
@@ -323,6 +330,7 @@ def _results(benchmark: Benchmark, options: argparse.Namespace) -> Iterator[dict
 
 def _parser() -> argparse.ArgumentParser:
     parser = model_parser(__doc__)
+    parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 64, 256])
     parser.add_argument("--adapters", type=int, nargs="+", default=[0])
     parser.add_argument("--context", type=int, default=640)
@@ -336,13 +344,35 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main() -> None:
-    """Run all cases and print a JSON line for each."""
-    options = _parser().parse_args()
+def rank_main(rank: int, port: int, options: argparse.Namespace) -> None:
+    """One rank's part of a model that several GPUs share."""
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    if options.profile is not None:
+        options.profile /= str(rank)
+    measure(options, connect(store, rank, options.gpus, device, TIMEOUT_S))
+    torch.distributed.destroy_process_group()
+
+
+def measure(options: argparse.Namespace, group: TensorParallel) -> None:
+    """Run all cases; rank 0 prints a JSON line for each."""
     with tempfile.TemporaryDirectory() as folder:
-        benchmark = Benchmark(options, Path(folder))
+        benchmark = Benchmark(options, Path(folder), group)
         for result in _results(benchmark, options):
-            print(json.dumps(result), flush=True)
+            if group.rank == 0:
+                print(json.dumps(result), flush=True)
+
+
+def main() -> None:
+    """Measure on one device, or on several GPUs together."""
+    options = _parser().parse_args()
+    if options.gpus == 1:
+        measure(options, ALONE)
+        return
+    export_rank_environment()
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    spawn(rank_main, (store.port, options), nprocs=options.gpus)  # type: ignore[no-untyped-call]
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ class TensorParallel(Protocol):
 
 @dataclass(frozen=True)
 class Summand:
-    """This rank's summand of [rows, n], whose sum over ranks is left to what reads it.
+    """This rank's summand of [rows, n]; what reads it sums over ranks.
 
     partial: in memory that the peers read.
     peers: int64 [2, size], for each rank the addresses of its summand and of its flags.

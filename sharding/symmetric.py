@@ -104,8 +104,8 @@ class PeerBuffers:
     2. Sum k+1 uses the other buffer, and what follows it on the stream the buffer of sum k. What
        the model computes between is ordered by the stream, launched or captured.
     3. Steps are recorded apart, so one may begin with the buffer that the step before used last.
-       Between them is the sum of the embedding, with which every step begins. It is made by
-       `all_reduce`, whose barriers prove as much as sum k+1 does.
+       Between them is the sum of the embedding, with which every step begins. `all_reduce`
+       makes it, and its barriers prove as much as sum k+1 does.
 
     One summand at a time: layers that hold two (GPT-NeoX) take theirs from a `DoubleBuffer`.
     """

@@ -20,8 +20,8 @@ class FusedOps:
 
     add_rms_norm: (x, residual or None, weight, eps) to (norm of the sum, the sum), as RMSNorm; a
     last argument (weight, eps) is a norm of x before the sum. `rounded`: (codes, scales), where the
-    norm is written in fp8 too, rounded by token. `summand`: whose part x is, where x stands for its
-    sum over ranks.
+    norm is written in fp8 too, rounded by token. `summand`: the one that x is part of, where x
+    stands for its sum over ranks.
     silu_mul: gate and up side by side [tokens, 2 * n] to silu(gate) * up [tokens, n]; `rounded` the
     same.
     gelu_tanh_mul: the same with the tanh form of GELU.

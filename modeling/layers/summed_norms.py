@@ -32,22 +32,22 @@ def serve_summed_norms(
     if fused is None or not isinstance(group, SymmetricRanks) or group.peer_buffers is None:
         return
     with torch.inference_mode():
-        trial = NormTrial(group, fused, _random(hidden, dtype, device, 0))
+        comparison = NormComparison(group, fused, _random(hidden, dtype, device, 0))
         # A rank that fails alone must not leave the others in a barrier.
-        for check in (trial.fault_alone, trial.fault_together):
+        for check in (comparison.fault_alone, comparison.fault_together):
             fault = check()
-            if any(trial.slowest([float(bool(fault))])):
+            if any(comparison.slowest([float(bool(fault))])):
                 reason = fault or "another rank found a fault"
                 logger.warning("norms do not sum over ranks: %s", reason)
                 return
-        most_rows = trial.measure()
+        most_rows = comparison.measure()
     found = f"norms sum up to {most_rows} rows" if most_rows else "norms do not sum: slower"
     logger.info("%s", found)
     group.serve_norms(dtype, most_rows, f"{group.method}; {found} (measured)")
 
 
 @dataclass(frozen=True)
-class NormTrial:
+class NormComparison:
     """One norm behind a sum over ranks, both ways; weight: [hidden], the same on every rank."""
 
     group: SymmetricRanks
@@ -57,7 +57,7 @@ class NormTrial:
     def fault_alone(self) -> str:
         """Say what is wrong with the kernel where every rank is this one; "" if nothing is.
 
-        It waits for nobody: so a fault is found that stops this rank alone.
+        It waits for no other rank: so a fault that stops this one alone is found.
         """
         assert self.group.peer_buffers is not None
         flags = self.group.peer_buffers.flags
@@ -71,7 +71,7 @@ class NormTrial:
                 if not _equal(found, self._expected([x] * self.group.size, x)):
                     return f"the kernel is wrong for {rows} rows"
         except Exception as error:
-            # Of Triton's compiler, or out of a launch: nobody waits for this rank yet.
+            # Of Triton's compiler, or of a launch: no other rank waits for this one yet.
             return str(error).splitlines()[0]
         finally:
             flags.zero_()
@@ -95,14 +95,14 @@ class NormTrial:
         """Return up to how many rows the one launch is always faster, on the slowest rank."""
         most = 0
         for rows in self._rows(ROWS):
-            apart, joined = self._times(rows)
+            apart, joined = self.times(rows)
             logger.debug("sum and norm of %d rows: %.1f us, joined %.1f us", rows, apart, joined)
             if joined >= apart:
                 break
             most = rows
         return most
 
-    def _times(self, rows: int) -> list[float]:
+    def times(self, rows: int) -> list[float]:
         """Return the microseconds of a sum and a norm in two launches, and in one."""
         residual = self._given(rows)
 

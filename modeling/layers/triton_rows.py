@@ -176,8 +176,8 @@ def add_rms_norm(
 
     inner: the weight and eps of a norm of x before the sum, rounded to its type as always.
     own, own_inner: what replaces the weights for the rows of some tokens. rounded: where y is
-    written in fp8 too. summand: whose part x is: then x stands for its sum over ranks, rounded as
-    `all_reduce` does, and all ranks make the same calls in one order.
+    written in fp8 too. summand: the one that x is part of, if it is: x stands for its sum over
+    ranks then, which is rounded as `all_reduce` rounds; all ranks make the same calls in one order.
     """
     tokens, size = x.shape
     inner_weight, inner_eps = inner or (weight, 0.0)

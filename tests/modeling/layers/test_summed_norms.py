@@ -134,7 +134,7 @@ def test_a_model_steps_as_with_its_sums_apart(
     def on_rank(group: TensorParallel) -> tuple[list[Tensor], list[str]]:
         ranks = PeerRanks(group)
         found = steps(tmp_path, ranks)
-        # Without the trial at start, which asks for whole blocks of buffers.
+        # Without the comparison at start, which asks for whole blocks of buffers.
         return found, ranks.events[-2 * len(wanted) :]
 
     for found, events in run_ranks(2, on_rank):
