@@ -72,7 +72,7 @@ class NormComparison:
                     return f"the kernel is wrong for {rows} rows"
         except Exception as error:
             # Of Triton's compiler, or of a launch: no other rank waits for this one yet.
-            return str(error).splitlines()[0]
+            return f"{type(error).__name__}: {error}".splitlines()[0]
         finally:
             flags.zero_()
         return ""
