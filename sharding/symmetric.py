@@ -107,6 +107,8 @@ class PeerBuffers:
        Between them is the sum of the embedding, with which every step begins. `all_reduce`
        makes it, and its barriers prove as much as sum k+1 does.
 
+    `tests/sharding/test_peer_buffers.py` tries every order in which ranks can run.
+
     One summand at a time: layers that hold two (GPT-NeoX) take theirs from a `DoubleBuffer`.
     """
 

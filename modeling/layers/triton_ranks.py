@@ -30,6 +30,8 @@ def table(addresses: "Pointer", ranks: tl.constexpr) -> "Any":
 def meet(flags: "Any", rank: tl.constexpr, ranks: tl.constexpr) -> None:
     """Wait until this row's program has come here on every rank.
 
+    All kernels that this one comes after must have ended: none of its own writes is published.
+
     flags: the address of each rank's int32 [ranks, FLAGS], one for each peer and row: 0, but 1
     from when the peer has set it until its owner has seen it.
     """
@@ -37,11 +39,14 @@ def meet(flags: "Any", rank: tl.constexpr, ranks: tl.constexpr) -> None:
     for peer in tl.static_range(ranks):
         if peer != rank:
             theirs = flags[peer].to(tl.pointer_type(tl.int32)) + rank * FLAGS + row
-            # Release: a peer that sees the flag sees what was written before it.
-            tl.atomic_xchg(theirs, 1, sem="release", scope="sys")
+            # Relaxed, as torch's sums set theirs at their begin: what peers read here was written
+            # by kernels that have ended (`gdc_wait`), so it is in memory. A release would wait
+            # once more for it, 1.5 microseconds.
+            tl.atomic_xchg(theirs, 1, sem="relaxed", scope="sys")
     for peer in tl.static_range(ranks):
         if peer != rank:
             own = flags[rank].to(tl.pointer_type(tl.int32)) + peer * FLAGS + row
+            # Acquire: it drops what the L1 cache holds of the peers' memory from sums before.
             while tl.atomic_cas(own, 1, 0, sem="acquire", scope="sys") != 1:
                 pass
 

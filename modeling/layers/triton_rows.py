@@ -101,6 +101,8 @@ def _add_rms_norm(
         flags = table(peers + ranks, ranks)
     if PDL:
         gdc_wait()
+    if has_residual:
+        before = tl.load(residual + start + columns, mask=inside, other=0.0)
     if ranks > 1:
         # Behind the wait, for only then is this rank's summand written.
         meet(flags, rank, ranks)
@@ -112,7 +114,6 @@ def _add_rms_norm(
         scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / size + inner_eps)
         values = (wide * scale * inner_factors).to(values.dtype)
     if has_residual:
-        before = tl.load(residual + start + columns, mask=inside, other=0.0)
         # The next layer reads the sum in the model's type, so the norm is that of the rounded sum.
         values = (values.to(tl.float32) + before.to(tl.float32)).to(values.dtype)
     if has_residual or ranks > 1:

@@ -11,11 +11,12 @@ from torch import Tensor
 from modeling.adapters.linear import AdapterColumnLinear, AdapterRowLinear
 from modeling.adapters.product import OutputSlice
 from sharding.checkpoint import SafetensorsCheckpoint
-from sharding.group import TensorParallel
+from sharding.group import Summand, TensorParallel
 from sharding.linear import ColumnParallelLinear, ColumnPart, RowParallelLinear
 from sharding.linear_weight import LinearWeight
 from sharding.loader import Weights
 from sharding.slicing import even_cut
+from sharding.symmetric import DoubleBuffer, PeerBuffers, SizeTable, SymmetricRanks, peer_bytes
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -93,3 +94,29 @@ def test_rows_join_the_partial_product(tmp_path: Path, ranks: int) -> None:
 
     for out in run_ranks(ranks, on_rank):
         torch.testing.assert_close(out, x @ (weight + b @ a).T + bias)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_deltas_join_a_summand_that_a_norm_sums(tmp_path: Path, has_bias: bool) -> None:
+    tensors = {"o.weight": torch.randn(8, 8), "o.bias": torch.randn(8)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    a, b = torch.randn(2, 8), torch.randn(8, 2)
+    x = torch.randn(3, 8)
+
+    def on_rank(group: TensorParallel) -> Tensor:
+        memory = torch.zeros(peer_bytes(2), dtype=torch.uint8)
+        buffers = PeerBuffers(memory, [memory.data_ptr()] * 2)
+        ranks = SymmetricRanks(group, DoubleBuffer(memory), {}, SizeTable([]), buffers)
+        ranks.serve_norms(torch.float32, 3, "")
+        columns = even_cut(8, group.rank, 2, "in")
+        mine = slice(*columns[0])
+        weights = Weights(SafetensorsCheckpoint(tmp_path), ranks, torch.float32, CPU)
+        base = RowParallelLinear("o", (8, 8), columns, has_bias, weights)
+        layer = AdapterRowLinear(base, 0, 2)
+        found = layer.unsummed(x[:, mine], DenseDeltas({2: (a[:, mine], b)}, 0))
+        assert isinstance(found, Summand)
+        return group.all_reduce(found.partial.clone())
+
+    for out in run_ranks(2, on_rank):
+        expected = x @ (tensors["o.weight"] + b @ a).T + (tensors["o.bias"] if has_bias else 0)
+        torch.testing.assert_close(out, expected)

@@ -1,9 +1,12 @@
-"""Norms that sum over ranks, on a CPU, by Triton's interpreter: ranks run one after the other.
+"""Norms that sum over ranks, on a CPU, by Triton's interpreter: ranks in turn, and at once.
 
 It needs TRITON_INTERPRET=1 in the environment, and numpy below 2.4.
 """
 
 import os
+import random
+from multiprocessing import get_context
+from time import sleep
 from typing import Any
 
 import pytest
@@ -21,6 +24,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 EPS = 1e-5
+SUMS = 24
+WAIT_S = 30.0
 
 
 class RanksInTurn:
@@ -137,3 +142,35 @@ def test_buffers_and_flags_alternate() -> None:
     assert torch.equal(first.peers, third.peers)
     assert not (first.peers == second.peers).any()
     assert ranks.buffers[0].flags.shape == (2, 2, MOST_ROWS)
+
+
+def sums_of_rank(rank: int, size: int, buffers: PeerBuffers, add_rms_norm: Any) -> None:
+    """A rank's sums, each compared; the other ranks make theirs at the same time."""
+    delays = random.Random(rank)
+    for number in range(SUMS):
+        rows, generator = 1 + number % 3, torch.Generator().manual_seed(number)
+        *parts, residual = torch.randn(size + 1, rows, 32, generator=generator)
+        summand = buffers.take((rows, 32), torch.float32, LoneRank(rank, size))
+        summand.partial.copy_(parts[rank])
+        sleep(delays.choice((0.0, 0.0, 0.02)))
+        _, total = add_rms_norm(summand.partial, residual, torch.ones(32), EPS, summand=summand)
+        assert torch.equal(total, in_order(parts) + residual), number
+
+
+def test_ranks_wait_for_each_other(add_rms_norm: Any) -> None:
+    """In processes, which find all memory at the same addresses because they are forks."""
+    memories = [torch.zeros(peer_bytes(2), dtype=torch.uint8) for _ in range(2)]
+    for memory in memories:
+        memory.share_memory_()  # type: ignore[no-untyped-call]
+    addresses = [memory.data_ptr() for memory in memories]
+    buffers = [PeerBuffers(memory, addresses) for memory in memories]
+    create = get_context("fork").Process
+    ranks = [create(target=sums_of_rank, args=(i, 2, buffers[i], add_rms_norm)) for i in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(WAIT_S)
+        process.kill()
+        process.join()
+    assert [process.exitcode for process in ranks] == [0, 0]
+    assert not any(each.flags.any() for each in buffers)
