@@ -5,7 +5,8 @@
 
 p: a pair of a token and one of its experts, e(p); first: the layer's first expert, counted over
 all layers. Tokens of few rows seldom share both expert and adapter, so no pair waits for another.
-Grids depend on the number of pairs alone: what adapters there are is read on the device.
+Grids depend on the number of pairs alone: what adapters there are is read on the device. LoRA rank
+rows are read two pages at once, as far as there are any.
 
 Launches are programmatic dependent ones, as in `modeling.layers.triton`. No kernel writes slots,
 tables and pools, so they may be read before the kernel ahead has ended.
@@ -21,11 +22,15 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from modeling.triton_launch import Launcher, aligned, has_dependent_launch, launch_options
+from modeling.triton_tiles import prefetch
 
 ROWS = 8
 """Rank rows of a page."""
 
-SHRINK_COLUMNS = 1024
+SHRINK_COLUMNS = 256
+
+SHRINK_UNROLLED = 4
+"""Blocks of so many columns whose loads are under way at once."""
 
 EXPAND_COLUMNS = 256
 
@@ -53,52 +58,69 @@ def pages_of_pair(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def pair_delta(
-    shrunk: "Any", bt: "Any", table: "Any", slot: "Any", projection: "Any", matrix: "Any", n: "Any",
-    width: "Any", matrices: "Any",
-    ENTRIES: tl.constexpr, PAGES: tl.constexpr, WIDE: tl.constexpr,
+def rank_rows(
+    at: "Any", start: "Any", count: "Any", r: "Any", matrix: "Any", matrices: "Any", width: "Any",
 ) -> "Any":
-    """Columns n of one pair's delta, float32; shrunk: of the pair. matrix: first + its expert."""
-    at, count = pages_of_pair(table, slot, projection, ENTRIES, PAGES, WIDE)
-    r = tl.arange(0, 8)
+    """Where rank rows r, counted from page `start` on, begin in a pool, and whether they are there.
+
+    at, count: see pages_of_pair; not 0. matrix: the layer's first expert + that of each row.
+    """
+    each = start + r // 8
+    page = tl.load(at + tl.minimum(each, count - 1)).to(tl.int64)
+    return ((page * matrices + matrix) * 8 + r % 8) * width, each < count
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def pair_delta(
+    shrunk: "Any", bt: "Any", at: "Any", count: "Any", matrix: "Any", n: "Any",
+    width: "Any", matrices: "Any",
+) -> "Any":
+    """Columns n of one pair's delta, float32; shrunk: of the pair. See rank_rows."""
+    r = tl.arange(0, 16)
     inside = n < width
     total = tl.zeros([n.shape[0]], dtype=tl.float32)
-    for each in range(count):
-        page = tl.load(at + each).to(tl.int64)
-        rows = bt + ((page * matrices + matrix) * 8 + r) * width
-        tile = tl.load(rows[:, None] + n[None, :], mask=inside[None, :], other=0.0)
-        own = tl.load(shrunk + each * 8 + r)
+    for start in range(0, count, 2):
+        rows, used = rank_rows(at, start, count, r, matrix, matrices, width)
+        mask = used[:, None] & inside[None, :]
+        tile = tl.load(bt + rows[:, None] + n[None, :], mask=mask, other=0.0)
+        own = tl.load(shrunk + start * 8 + r, mask=used, other=0.0)
         total += tl.sum(tile.to(tl.float32) * own[:, None], axis=0)
     return total
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def tile_delta(
-    total: "Any", shrunk: "Any", bt: "Any", table: "Any", slot: "Any", projection: "Any",
-    matrix: "Any", pair: "Any", n: "Any", width: "Any",
-    matrices: "Any",
-    ENTRIES: tl.constexpr, PAGES: tl.constexpr, WIDE: tl.constexpr,
+def token_delta(
+    shrunk: "Any", bt: "Any", ids: "Any", shares: "Any", slots: "Any", table: "Any",
+    token: "Any", first: "Any", projection: "Any", matrix0: "Any", matrices: "Any", width: "Any",
+    BLOCK_N: tl.constexpr, ACTIVE: tl.constexpr, POWER: tl.constexpr,
+    ENTRIES: tl.constexpr, PAGES: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
 ) -> "Any":
-    """total [columns, pairs] with the deltas of one expert's pairs added.
+    """The deltas of all pairs of a token by their weights, float32: BLOCK_N columns from `first`.
 
-    slot, pair: of each; -1 is the slot of pairs that count for nothing.
+    POWER: of two, that holds ACTIVE. PDL: this waits for the kernel ahead, which read ids itself.
     """
-    at = table + (tl.maximum(slot, 0) * ENTRIES + projection) * PAGES
-    i = tl.arange(0, WIDE)
-    mask = (slot >= 0)[:, None] & (i < PAGES)[None, :]
-    pages = tl.load(at[:, None] + i[None, :], mask=mask, other=-1)
-    most = tl.max(tl.sum((pages >= 0).to(tl.int32), axis=1), axis=0)
-    for each in range(most):
-        page = tl.load(at + each, mask=slot >= 0, other=-1)
-        used = page >= 0
-        rows = bt + (tl.maximum(page, 0).to(tl.int64) * matrices + matrix) * 8 * width
-        for r in tl.static_range(8):
-            own = tl.load(shrunk + pair * (PAGES * 8) + each * 8 + r, mask=used, other=0.0)
-            tile = tl.load(
-                (rows + r * width)[None, :] + n[:, None],
-                mask=used[None, :] & (n < width)[:, None], other=0.0,
-            )
-            total += tile.to(tl.float32) * own[None, :]
+    q = tl.arange(0, POWER * 16)
+    p, r = q // 16, q % 16
+    n = first + tl.arange(0, BLOCK_N)
+    own, inside = p < ACTIVE, n < width
+    pair = token * ACTIVE + tl.minimum(p, ACTIVE - 1)
+    at, count = pages_of_pair(table, tl.load(slots + token), projection, ENTRIES, PAGES, WIDE)
+    matrix = matrix0 + tl.load(ids + pair).to(tl.int64)
+    if PDL:
+        if count > 0:
+            rows, used = rank_rows(at, 0, count, r, matrix, matrices, width)
+            prefetch(bt + rows + first)
+        gdc_wait()
+        gdc_launch_dependents()
+    share = tl.load(shares + pair).to(tl.float32)
+    total = tl.zeros([BLOCK_N], dtype=tl.float32)
+    for start in range(0, count, 2):
+        rows, used = rank_rows(at, start, count, r, matrix, matrices, width)
+        used &= own
+        factor = tl.load(shrunk + (pair * PAGES + start) * 8 + r, mask=used, other=0.0) * share
+        mask = used[:, None] & inside[None, :]
+        tile = tl.load(bt + rows[:, None] + n[None, :], mask=mask, other=0.0)
+        total += tl.sum(tile.to(tl.float32) * factor[:, None], axis=0)
     return total
 
 
@@ -109,11 +131,12 @@ def _shrink(
     num_pairs: "Any",
     INPUTS: tl.constexpr, COUNT: tl.constexpr, ACTIVE: tl.constexpr, SHARED: tl.constexpr,
     ENTRIES: tl.constexpr, PAGES: tl.constexpr, WIDE: tl.constexpr,
-    BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    RANKS: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr, PDL: tl.constexpr,
 ) -> None:
     """Program (pair, target, share of the pages): shrunk [targets, pairs, PAGES * 8].
 
-    ACTIVE: pairs that share an entry of slots; SHARED: those that share a row of x.
+    ACTIVE: pairs that share an entry of slots; SHARED: those that share a row of x. RANKS: rank
+    rows that are read at once.
     """
     pair, target = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slots + pair // ACTIVE)
@@ -128,19 +151,20 @@ def _shrink(
     # Another rank's expert is behind the last.
     count = tl.where(expert < COUNT, count, 0)
     matrix = matrix0 + expert.to(tl.int64)
-    r = tl.arange(0, 8)
+    r = tl.arange(0, RANKS)
     own = x + (pair // SHARED).to(tl.int64) * INPUTS
-    for each in range(tl.program_id(2), count, tl.num_programs(2)):
-        page = tl.load(at + each).to(tl.int64)
-        rows = a + ((page * matrices + matrix) * 8 + r) * INPUTS
-        total = tl.zeros([8, BLOCK_K], dtype=tl.float32)
-        for k0 in range(0, INPUTS, BLOCK_K):
+    each: tl.constexpr = RANKS // 8
+    for start in range(tl.program_id(2) * each, count, tl.num_programs(2) * each):
+        rows, used = rank_rows(at, start, count, r, matrix, matrices, INPUTS)
+        total = tl.zeros([RANKS, BLOCK_K], dtype=tl.float32)
+        for k0 in tl.range(0, INPUTS, BLOCK_K, loop_unroll_factor=UNROLL):
             k = k0 + tl.arange(0, BLOCK_K)
-            tile = tl.load(rows[:, None] + k[None, :], mask=(k < INPUTS)[None, :], other=0.0)
+            mask = used[:, None] & (k < INPUTS)[None, :]
+            tile = tl.load(a + rows[:, None] + k[None, :], mask=mask, other=0.0)
             inputs = tl.load(own + k, mask=k < INPUTS, other=0.0)
             total += tile.to(tl.float32) * inputs.to(tl.float32)[None, :]
-        out = shrunk + ((target * num_pairs + pair) * PAGES + each) * 8
-        tl.store(out + r, tl.sum(total, axis=1))
+        out = shrunk + ((target * num_pairs + pair) * PAGES + start) * 8
+        tl.store(out + r, tl.sum(total, axis=1), mask=used)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)  # type: ignore[untyped-decorator]
@@ -160,9 +184,10 @@ def _expand(
     slot = tl.load(slots + pair)
     if (slot >= 0) & (expert < COUNT):
         n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+        at, count = pages_of_pair(table, slot, projection0, ENTRIES, PAGES, WIDE)
         delta = pair_delta(
-            shrunk + pair * (PAGES * 8), bt, table, slot, projection0,
-            matrix0 + expert.to(tl.int64), n, OUTPUTS, matrices, ENTRIES, PAGES, WIDE,
+            shrunk + pair * (PAGES * 8), bt, at, count, matrix0 + expert.to(tl.int64), n,
+            OUTPUTS, matrices,
         )
         out = y + pair.to(tl.int64) * y_stride + n
         before = tl.load(out, mask=n < OUTPUTS, other=0.0).to(tl.float32)
@@ -214,7 +239,12 @@ class PairDeltas:
         constants: dict[str, Any] = {
             **{"INPUTS": inputs, "COUNT": count, "ACTIVE": pairs // len(slots)},
             **{"SHARED": pairs // len(x), **self.sizes},
-            **{"BLOCK_K": min(SHRINK_COLUMNS, triton.next_power_of_2(inputs)), "PDL": pdl},
+            **{"RANKS": ROWS if pairs <= FEW_PAIRS else 2 * ROWS},
+            **{
+                "BLOCK_K": min(SHRINK_COLUMNS, triton.next_power_of_2(inputs)),
+                "UNROLL": SHRINK_UNROLLED,
+                "PDL": pdl,
+            },
         }
         tensors = [x, shrunk, *own, experts, slots, self.table]
         at = (projections[0], projections[-1], first, own[0].shape[1])
@@ -257,65 +287,3 @@ class PairDeltas:
         grid = (len(y), -(-outputs // columns))
         arguments = [*tensors, projection, first, bt.shape[1], stride]
         _EXPAND(key, grid, arguments, constants, {"num_warps": 2, **launch_options(pdl)})
-
-
-@dataclass(frozen=True)
-class LayerDeltas:
-    """A step's adapters of one layer's experts.
-
-    up: the projections of gate and up. down: that of down. first: the layer's first expert, counted
-    over all layers.
-    """
-
-    deltas: PairDeltas
-    up: tuple[int, int]
-    down: int
-    first: int
-
-    def shrink_up(self, x: Tensor, ids: Tensor, count: int) -> "ShrunkPairs":
-        """Shrink x [tokens, hidden] for gate and up; ids: [tokens, experts of one]."""
-        return self._shrunk(x, ids, self.up, count)
-
-    def shrink_down(self, inner: Tensor, ids: Tensor, count: int) -> "ShrunkPairs":
-        """Shrink inner [pairs, width] for down."""
-        return self._shrunk(inner, ids, (self.down,), count)
-
-    def _shrunk(
-        self, x: Tensor, ids: Tensor, projections: tuple[int, ...], count: int
-    ) -> "ShrunkPairs":
-        own = self.deltas
-        shrunk = own.shrink(x, ids, own.slots, projections, self.first, count)
-        bt = tuple(own.pools[each][1] for each in projections)
-        return ShrunkPairs(own, shrunk, bt, projections, self.first)
-
-
-@dataclass(frozen=True)
-class ShrunkPairs:
-    """What kernels of products read to add deltas, of one or two projections.
-
-    shrunk: as `PairDeltas.shrink` returns it. bt: the projections' pools.
-    """
-
-    deltas: PairDeltas
-    shrunk: Tensor
-    bt: tuple[Tensor, ...]
-    projections: tuple[int, ...]
-    first: int
-
-    @property
-    def arguments(self) -> list[Any]:
-        """Return the kernels' arguments."""
-        tensors = [self.shrunk, self.bt[0], self.bt[-1], self.deltas.slots, self.deltas.table]
-        own = (self.projections[0], self.projections[-1], self.first, self.bt[0].shape[1])
-        return [*tensors, *own]
-
-    @property
-    def constants(self) -> dict[str, Any]:
-        """Return the kernels' constants."""
-        return {"DELTAS": True, **self.deltas.sizes}
-
-
-def without_deltas(x: Tensor) -> tuple[list[Any], dict[str, Any]]:
-    """Return arguments and constants of kernels that add none; x: any tensor of the launch."""
-    constants = {"DELTAS": False, "ENTRIES": 1, "PAGES": 1, "WIDE": 1}
-    return [x, x, x, x, x, 0, 0, 0, 0], constants

@@ -1,6 +1,6 @@
 """The kernels of `triton_experts.py`: of one pair, and of a tile of one expert's pairs.
 
-Those of products add what adapters change, with DELTAS, before silu and before a pair's weight: see
+With DELTAS they add what adapters change, before silu and to the sum of a token's pairs: see
 `modeling.triton_pairs`. matrix0: the layer's first expert, counted over all layers; matrices: all
 layers' experts.
 """
@@ -11,7 +11,14 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from modeling.triton_pairs import COUNTED, UNSPECIALIZED, pair_delta, tile_delta
+from modeling.triton_pairs import (
+    COUNTED,
+    UNSPECIALIZED,
+    pages_of_pair,
+    pair_delta,
+    rank_rows,
+    token_delta,
+)
 from modeling.triton_tiles import prefetch
 
 # Arguments are grouped by what they describe.
@@ -33,6 +40,44 @@ def enter_kernel(
     expert = tl.load(ids + token * ACTIVE + n, mask=inside, other=0)
     at = tl.atomic_add(counts + expert, 1, mask=inside, sem="relaxed")
     tl.store(table + expert * num_tokens + at, token * ACTIVE + n, mask=inside)
+
+
+@triton.jit(do_not_specialize=COUNTED)  # type: ignore[untyped-decorator]
+def enter_deltas_kernel(
+    ids: "Any", counts: "Any", order: "Any", deltas: "Any", num_tokens: "Any", num_pairs: "Any",
+    shrunk: "Any", bt0: "Any", bt1: "Any", slots: "Any", table: "Any",
+    projection0: "Any", projection1: "Any", matrix0: "Any", matrices: "Any",
+    WIDTH: tl.constexpr, ACTIVE: tl.constexpr, BLOCK_N: tl.constexpr,
+    ENTRIES: tl.constexpr, PAGES: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
+) -> None:
+    """Program (pair, map, block): deltas [maps, pairs, WIDTH]; the first one enters the pair.
+
+    order: the table of `enter_kernel`. table: of adapters' pages.
+    """
+    pair, target = tl.program_id(0), tl.program_id(1)
+    first = tl.program_id(2) * BLOCK_N
+    projection, bt = projection0, bt0
+    if target == 1:
+        projection, bt = projection1, bt1
+    slot = tl.load(slots + pair // ACTIVE)
+    at, count = pages_of_pair(table, slot, projection, ENTRIES, PAGES, WIDE)
+    # Written before the kernel ahead began, which waited for it.
+    expert = tl.load(ids + pair).to(tl.int64)
+    matrix = matrix0 + expert
+    if PDL:
+        if count > 0:
+            rows, _ = rank_rows(at, 0, count, tl.arange(0, 16), matrix, matrices, WIDTH)
+            lines = tl.minimum(first + tl.arange(0, BLOCK_N // 64) * 64, WIDTH - 1)
+            prefetch(bt + rows[:, None] + lines[None, :])
+        gdc_wait()
+        gdc_launch_dependents()
+    if (target == 0) & (first == 0):
+        place = tl.atomic_add(counts + expert, 1, sem="relaxed")
+        tl.store(order + expert * num_tokens + place, pair)
+    n = first + tl.arange(0, BLOCK_N)
+    row = target * num_pairs + pair
+    delta = pair_delta(shrunk + row * (PAGES * 8), bt, at, count, matrix, n, WIDTH, matrices)
+    tl.store(deltas + row.to(tl.int64) * WIDTH + n, delta, mask=n < WIDTH)
 
 
 @triton.jit(do_not_specialize=["most"])  # type: ignore[untyped-decorator]
@@ -74,18 +119,18 @@ def tile_of(
     return tl.maximum(expert, 0).to(tl.int64), first, count
 
 
-@triton.jit(do_not_specialize=UNSPECIALIZED)  # type: ignore[untyped-decorator]
+@triton.jit  # type: ignore[untyped-decorator]
 def up_kernel(
     x: "Any", weight: "Any", inner: "Any", counts: "Any", tiles: "Any", table: "Any",
-    num_tokens: "Any",
-    shrunk: "Any", bt0: "Any", bt1: "Any", slots: "Any", pages: "Any",
-    projection0: "Any", projection1: "Any", matrix0: "Any", matrices: "Any",
+    deltas: "Any", num_tokens: "Any",
     INPUTS: tl.constexpr, WIDTH: tl.constexpr, ACTIVE: tl.constexpr,
     PAIRS: tl.constexpr, TILED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    DELTAS: tl.constexpr, ENTRIES: tl.constexpr, PAGES: tl.constexpr, WIDE: tl.constexpr,
-    PDL: tl.constexpr,
+    DELTAS: tl.constexpr, PDL: tl.constexpr,
 ) -> None:
-    """One block of an expert's inner columns, gate and up, for up to PAIRS of its pairs."""
+    """One block of an expert's inner columns, gate and up, for up to PAIRS of its pairs.
+
+    deltas: float32 [2, pairs, WIDTH], added to gate and up.
+    """
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -101,36 +146,34 @@ def up_kernel(
         rows = x + (pair // ACTIVE)[None, :] * INPUTS + k[:, None]
         gate = tl.zeros([BLOCK_N, PAIRS], dtype=tl.float32)
         up = tl.zeros([BLOCK_N, PAIRS], dtype=tl.float32)
+        own = deltas + pair[None, :].to(tl.int64) * WIDTH + n[:, None]
+        behind = num_tokens * (ACTIVE * WIDTH)
+        # Loaded now, to be there when the products are, where there are registers for them.
+        if DELTAS and PAIRS <= 32:
+            of_gate = tl.load(own, mask=live[None, :], other=0.0)
+            of_up = tl.load(own + behind, mask=live[None, :], other=0.0)
         for k0 in range(0, INPUTS, BLOCK_K):
             x_tile = tl.load(rows + k0, mask=live[None, :], other=0.0)
             gate = tl.dot(tl.load(gates + k0), x_tile, gate)
             up = tl.dot(tl.load(ups + k0), x_tile, up)
+        if DELTAS and PAIRS > 32:
+            of_gate = tl.load(own, mask=live[None, :], other=0.0)
+            of_up = tl.load(own + behind, mask=live[None, :], other=0.0)
         if DELTAS:
-            slot = tl.load(slots + pair // ACTIVE, mask=live, other=-1)
-            gate = tile_delta(
-                gate, shrunk, bt0, pages, slot, projection0, matrix0 + expert, pair, n, WIDTH,
-                matrices, ENTRIES, PAGES, WIDE,
-            )
-            up = tile_delta(
-                up, shrunk + num_tokens * (ACTIVE * PAGES * 8), bt1, pages, slot, projection1,
-                matrix0 + expert, pair, n, WIDTH, matrices, ENTRIES, PAGES, WIDE,
-            )
+            gate += of_gate
+            up += of_up
         value = gate * tl.sigmoid(gate) * up
         out = inner + pair[None, :] * WIDTH + n[:, None]
         tl.store(out, value.to(inner.dtype.element_ty), mask=live[None, :])
 
 
-@triton.jit(do_not_specialize=UNSPECIALIZED)  # type: ignore[untyped-decorator]
+@triton.jit  # type: ignore[untyped-decorator]
 def down_kernel(
     inner: "Any", weight: "Any", shares: "Any", out: "Any",
     counts: "Any", tiles: "Any", table: "Any", num_tokens: "Any",
-    shrunk: "Any", bt0: "Any", bt1: "Any", slots: "Any", pages: "Any",
-    projection0: "Any", projection1: "Any", matrix0: "Any", matrices: "Any",
     INPUTS: tl.constexpr, WIDTH: tl.constexpr, ACTIVE: tl.constexpr,
     PAIRS: tl.constexpr, TILED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    LINE: tl.constexpr, LINES: tl.constexpr,
-    DELTAS: tl.constexpr, ENTRIES: tl.constexpr, PAGES: tl.constexpr, WIDE: tl.constexpr,
-    PDL: tl.constexpr,
+    LINE: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr,
 ) -> None:
     """One block of an expert's outputs for up to PAIRS of its pairs, by the pairs' weights."""
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -153,17 +196,28 @@ def down_kernel(
         for k0 in range(0, INPUTS, BLOCK_K):
             inner_tile = tl.load(rows + k0, mask=live[None, :], other=0.0)
             acc = tl.dot(tl.load(matrix + k0), inner_tile, acc)
-        if DELTAS:
-            slot = tl.load(slots + pair // ACTIVE, mask=live, other=-1)
-            acc = tile_delta(
-                acc, shrunk, bt0, pages, slot, projection0, matrix0 + expert, pair, n, WIDTH,
-                matrices, ENTRIES, PAGES, WIDE,
-            )
         acc *= tl.load(shares + pair, mask=live, other=0.0).to(tl.float32)[None, :]
         tl.store(
             out + pair[None, :] * WIDTH + n[:, None], acc.to(out.dtype.element_ty),
             mask=live[None, :],
         )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def sum_pairs(
+    out: "Any", y: "Any", counts: "Any", token: "Any", first: "Any", total: "Any",
+    WIDTH: tl.constexpr, ACTIVE: tl.constexpr, PAIRS: tl.constexpr, BLOCK_N: tl.constexpr,
+    EXPERTS: tl.constexpr, COUNTS: tl.constexpr,
+) -> None:
+    """Add one token's pairs in order to a total; the first program leaves counts as zeros again."""
+    n, p = first + tl.arange(0, BLOCK_N), tl.arange(0, PAIRS)
+    mask = (p < ACTIVE)[:, None] & (n < WIDTH)[None, :]
+    found = tl.load(out + (token * ACTIVE + p)[:, None] * WIDTH + n[None, :], mask=mask, other=0.0)
+    total += tl.sum(found.to(tl.float32), axis=0)
+    tl.store(y + token * WIDTH + n, total.to(y.dtype.element_ty), mask=n < WIDTH)
+    if (token == 0) & (first == 0):
+        e = tl.arange(0, COUNTS)
+        tl.store(counts + e, tl.zeros([COUNTS], dtype=tl.int32), mask=e < EXPERTS)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -176,15 +230,27 @@ def sum_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    token, n = tl.program_id(0), tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    p = tl.arange(0, PAIRS)
-    mask = (p < ACTIVE)[:, None] & (n < WIDTH)[None, :]
-    found = tl.load(out + (token * ACTIVE + p)[:, None] * WIDTH + n[None, :], mask=mask, other=0.0)
-    total = tl.sum(found.to(tl.float32), axis=0)
-    tl.store(y + token * WIDTH + n, total.to(y.dtype.element_ty), mask=n < WIDTH)
-    if (token == 0) & (tl.program_id(1) == 0):
-        e = tl.arange(0, COUNTS)
-        tl.store(counts + e, tl.zeros([COUNTS], dtype=tl.int32), mask=e < EXPERTS)
+    token, first = tl.program_id(0), tl.program_id(1) * BLOCK_N
+    total = tl.zeros([BLOCK_N], dtype=tl.float32)
+    sum_pairs(out, y, counts, token, first, total, WIDTH, ACTIVE, PAIRS, BLOCK_N, EXPERTS, COUNTS)
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)  # type: ignore[untyped-decorator]
+def sum_deltas_kernel(
+    out: "Any", y: "Any", counts: "Any", ids: "Any", shares: "Any",
+    shrunk: "Any", bt: "Any", slots: "Any", table: "Any",
+    projection0: "Any", matrix0: "Any", matrices: "Any",
+    WIDTH: tl.constexpr, ACTIVE: tl.constexpr, PAIRS: tl.constexpr, BLOCK_N: tl.constexpr,
+    EXPERTS: tl.constexpr, COUNTS: tl.constexpr,
+    ENTRIES: tl.constexpr, PAGES: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
+) -> None:
+    """`sum_kernel` with the deltas of the token's pairs by their weights."""
+    token, first = tl.program_id(0), tl.program_id(1) * BLOCK_N
+    total = token_delta(
+        shrunk, bt, ids, shares, slots, table, token, first, projection0, matrix0, matrices,
+        WIDTH, BLOCK_N, ACTIVE, PAIRS, ENTRIES, PAGES, WIDE, PDL,
+    )
+    sum_pairs(out, y, counts, token, first, total, WIDTH, ACTIVE, PAIRS, BLOCK_N, EXPERTS, COUNTS)
 
 
 @triton.jit(do_not_specialize=COUNTED)  # type: ignore[untyped-decorator]
@@ -217,14 +283,11 @@ def up_of_pair_kernel(
     summed, upper = tl.sum(gate, axis=1), tl.sum(up, axis=1)
     if DELTAS:
         slot, own = tl.load(slots + pair // ACTIVE), shrunk + pair * (PAGES * 8)
-        summed += pair_delta(
-            own, bt0, pages, slot, projection0, matrix0 + expert, n, WIDTH,
-            matrices, ENTRIES, PAGES, WIDE,
-        )
-        upper += pair_delta(
-            own + num_pairs * (PAGES * 8), bt1, pages, slot, projection1, matrix0 + expert, n,
-            WIDTH, matrices, ENTRIES, PAGES, WIDE,
-        )
+        at, of_gate = pages_of_pair(pages, slot, projection0, ENTRIES, PAGES, WIDE)
+        summed += pair_delta(own, bt0, at, of_gate, matrix0 + expert, n, WIDTH, matrices)
+        at, of_up = pages_of_pair(pages, slot, projection1, ENTRIES, PAGES, WIDE)
+        own += num_pairs * (PAGES * 8)
+        upper += pair_delta(own, bt1, at, of_up, matrix0 + expert, n, WIDTH, matrices)
     value = summed * tl.sigmoid(summed) * upper
     tl.store(inner + pair * WIDTH + n, value.to(inner.dtype.element_ty))
 
@@ -232,9 +295,9 @@ def up_of_pair_kernel(
 @triton.jit(do_not_specialize=UNSPECIALIZED)  # type: ignore[untyped-decorator]
 def down_of_token_kernel(
     inner: "Any", weight: "Any", ids: "Any", shares: "Any", y: "Any",
-    shrunk: "Any", bt0: "Any", bt1: "Any", slots: "Any", pages: "Any",
-    projection0: "Any", projection1: "Any", matrix0: "Any", matrices: "Any",
-    INPUTS: tl.constexpr, WIDTH: tl.constexpr, ACTIVE: tl.constexpr,
+    shrunk: "Any", bt: "Any", slots: "Any", pages: "Any",
+    projection0: "Any", matrix0: "Any", matrices: "Any",
+    INPUTS: tl.constexpr, WIDTH: tl.constexpr, ACTIVE: tl.constexpr, POWER: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     LINE: tl.constexpr, LINES: tl.constexpr,
     DELTAS: tl.constexpr, ENTRIES: tl.constexpr, PAGES: tl.constexpr, WIDE: tl.constexpr,
@@ -263,15 +326,10 @@ def down_of_token_kernel(
             acc += tl.load(tiles + k0).to(tl.float32) * own[None, :]
     total = tl.sum(acc, axis=1)
     if DELTAS:
-        slot = tl.load(slots + token)
-        for p in tl.static_range(ACTIVE):
-            pair = token * ACTIVE + p
-            delta = pair_delta(
-                shrunk + pair * (PAGES * 8), bt0, pages, slot, projection0,
-                matrix0 + tl.load(ids + pair).to(tl.int64), n, WIDTH,
-                matrices, ENTRIES, PAGES, WIDE,
-            )
-            total += delta * tl.load(shares + pair).to(tl.float32)
+        total += token_delta(
+            shrunk, bt, ids, shares, slots, pages, token, tl.program_id(0) * BLOCK_N, projection0,
+            matrix0, matrices, WIDTH, BLOCK_N, ACTIVE, POWER, ENTRIES, PAGES, WIDE, False,
+        )
     tl.store(y + token * WIDTH + n, total.to(y.dtype.element_ty))
 
 

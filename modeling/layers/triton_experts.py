@@ -24,17 +24,21 @@ import torch
 import triton
 from torch import Tensor
 
+from modeling.layers.triton_expert_deltas import (
+    LayerDeltas,
+    ShrunkPairs,
+    enter_pairs,
+    sum_pairs,
+    without_deltas,
+)
 from modeling.layers.triton_expert_kernels import (
     down_kernel,
     down_of_token_kernel,
-    enter_kernel,
-    sum_kernel,
     tiles_kernel,
     up_kernel,
     up_of_pair_kernel,
 )
 from modeling.triton_launch import Launcher, aligned, has_dependent_launch, launch_options
-from modeling.triton_pairs import LayerDeltas, ShrunkPairs, without_deltas
 
 
 @dataclass(frozen=True)
@@ -82,21 +86,18 @@ PROMPT_CUTS = (
 these have, a library's grouped products were not compared."""
 
 MOST_ADAPTED = CUTS[-1].most
-"""Tokens of a step with adapters of experts. Of 2,048 tokens a library's grouped products with the
-deltas beside them took half of what tiles with deltas did."""
+"""Tokens of a step with adapters of experts, up to which these were compared with a library's
+grouped products that have the deltas beside them."""
 
 LEAST = 32
 """Of which an expert's sizes are multiples: smaller tiles are too slow."""
-
-SUM_COLUMNS = 512
 
 LINE = 64
 """Numbers of half precision that a cache line holds."""
 
 
-_ENTER, _UP, _DOWN = Launcher(enter_kernel), Launcher(up_kernel), Launcher(down_kernel)
-_SUM, _UP_OF_PAIR = Launcher(sum_kernel), Launcher(up_of_pair_kernel)
-_DOWN_OF_TOKEN, _TILES = Launcher(down_of_token_kernel), Launcher(tiles_kernel)
+_UP, _DOWN, _TILES = Launcher(up_kernel), Launcher(down_kernel), Launcher(tiles_kernel)
+_UP_OF_PAIR, _DOWN_OF_TOKEN = Launcher(up_of_pair_kernel), Launcher(down_of_token_kernel)
 
 
 def experts(
@@ -112,7 +113,7 @@ def experts(
 
     up: [experts, 2 * inner, hidden], gate's rows first. down: [experts, hidden, inner].
     ids, shares: [tokens, experts of one]. counts: int32 [experts] zeros, which it leaves as zeros.
-    deltas: what adapters change, of at most MOST_ADAPTED tokens.
+    deltas: what adapters change.
     """
     cut = _cut(*ids.shape, *down.shape)
     if not cut.pairs:
@@ -139,12 +140,12 @@ def takes(x: Tensor, active: int, count: int) -> bool:
 
 
 def _with_deltas(
-    shrunk: ShrunkPairs | None, tensors: list[Any], constants: dict[str, Any]
+    shrunk: ShrunkPairs | None, tensors: list[Any], constants: dict[str, Any], projections: int
 ) -> list[Any]:
     """Return a product's arguments with those of its deltas, and join the constants."""
-    own, more = without_deltas(tensors[0])
+    own, more = without_deltas(tensors[0], projections)
     if shrunk is not None:
-        own, more = shrunk.arguments, shrunk.constants
+        own, more = shrunk.arguments(projections), shrunk.constants
     constants |= more
     return [*tensors, *own]
 
@@ -166,7 +167,7 @@ def _by_pair(
     kinds = (x.device, x.dtype, shares.dtype, ids.dtype)
     constants: dict[str, Any] = {"INPUTS": hidden, "WIDTH": width, "ACTIVE": active}
     constants |= _sizes(cut.up) | {"PDL": pdl}
-    tensors = _with_deltas(shrunk, [x, up, ids, inner, tokens * active], constants)
+    tensors = _with_deltas(shrunk, [x, up, ids, inner, tokens * active], constants, 2)
     grid = (width // cut.up.outputs, tokens * active)
     _UP_OF_PAIR(
         (kinds, _alike(tensors), *constants.values()),
@@ -174,8 +175,8 @@ def _by_pair(
     )
     shrunk = None if deltas is None else deltas.shrink_down(inner, ids, len(up))
     constants = {"INPUTS": width, "WIDTH": hidden, "ACTIVE": active, **_sizes(cut.down)}
-    constants |= _lines(width) | {"PDL": pdl}
-    tensors = _with_deltas(shrunk, [inner, down, ids, shares, y], constants)
+    constants |= {"POWER": triton.next_power_of_2(active), **_lines(width), "PDL": pdl}
+    tensors = _with_deltas(shrunk, [inner, down, ids, shares, y], constants, 1)
     _DOWN_OF_TOKEN(
         (kinds, _alike(tensors), *constants.values()),
         *((hidden // cut.down.outputs, tokens), tensors, constants, _options(cut.down, pdl)),
@@ -198,39 +199,25 @@ def _by_expert(
     table = torch.empty(count, tokens, dtype=torch.int32, device=x.device)
     inner = torch.empty(tokens * active, width, dtype=x.dtype, device=x.device)
     out = torch.empty(tokens * active, hidden, dtype=x.dtype, device=x.device)
-    y, pdl = torch.empty_like(x), has_dependent_launch(x.device)
-    pointers = (x, up, down, ids, shares, counts, table, inner, out, y)
+    pdl = has_dependent_launch(x.device)
     kinds = (x.device, x.dtype, shares.dtype, ids.dtype, tokens % 16 == 0, tokens == 1)
-    small = {"num_warps": 1, **launch_options(pdl)}
-    power = triton.next_power_of_2(active)
-    shrunk = None if deltas is None else deltas.shrink_up(x, ids, count)
-    constants: dict[str, Any] = {"ACTIVE": active, "WIDTH": power, "PDL": pdl}
-    key = (kinds, aligned(*pointers), *constants.values())
-    _ENTER(key, (tokens,), [ids, counts, table, tokens], constants, small)
+    added = enter_pairs(x, ids, counts, table, deltas)
     tiles, programs = _tiles(cut, counts, tokens, active)
     of_pairs = {"PAIRS": cut.pairs, "TILED": cut.tiled}
     constants = {"INPUTS": hidden, "WIDTH": width, "ACTIVE": active, **of_pairs}
-    constants |= _sizes(cut.up) | {"PDL": pdl}
+    constants |= _sizes(cut.up) | {"DELTAS": deltas is not None, "PDL": pdl}
     grid = (programs[0], width // cut.up.outputs, programs[1])
-    tensors = _with_deltas(shrunk, [x, up, inner, counts, tiles, table, tokens], constants)
+    tensors = [x, up, inner, counts, tiles, table, added, tokens]
     key = (kinds, _alike(tensors), *constants.values())
     _UP(key, grid, tensors, constants, _options(cut.up, pdl))
     shrunk = None if deltas is None else deltas.shrink_down(inner, ids, count)
     constants = {"INPUTS": width, "WIDTH": hidden, "ACTIVE": active, **of_pairs}
     constants |= _sizes(cut.down) | _lines(width) | {"PDL": pdl}
     grid = (programs[0], hidden // cut.down.outputs, programs[1])
-    own = [inner, down, shares, out, counts, tiles, table, tokens]
-    tensors = _with_deltas(shrunk, own, constants)
+    tensors = [inner, down, shares, out, counts, tiles, table, tokens]
     key = (kinds, _alike(tensors), *constants.values())
     _DOWN(key, grid, tensors, constants, _options(cut.down, pdl))
-    constants = {
-        **{"WIDTH": hidden, "ACTIVE": active, "PAIRS": power, "BLOCK_N": SUM_COLUMNS},
-        **{"EXPERTS": count, "COUNTS": triton.next_power_of_2(count), "PDL": pdl},
-    }
-    key = (kinds, aligned(*pointers), *constants.values())
-    grid = (tokens, -(-hidden // SUM_COLUMNS), 1)
-    _SUM(key, grid, [out, y, counts], constants, {**small, "num_warps": 4})
-    return y
+    return sum_pairs(out, counts, ids, shares, deltas, shrunk)
 
 
 def _tiles(

@@ -11,6 +11,8 @@ Codes of mxfp4 come packed as `modeling.quantisation.mxfp4.pack` does it: a word
 codes of four inputs that do not share a scale, so that 32 words of a row are 32 neighbours of each
 of four scales. The bits of a code are those of a number of bfloat16, but for the exponent's
 beginning, so two are made of a register by masks, and multiplied by a power of two, exactly.
+
+Adapters' deltas are of x and of inner columns before those are rounded.
 """
 
 from collections.abc import Sequence
@@ -25,8 +27,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from modeling.layers.triton_expert_kernels import enter_kernel, sum_kernel
-from modeling.layers.triton_experts import SUM_COLUMNS
+from modeling.layers.triton_expert_deltas import LayerDeltas, enter_pairs, sum_pairs
 from modeling.quantisation.activations import BLOCK
 from modeling.quantisation.triton import by_group
 from modeling.triton_launch import Launcher, aligned, has_dependent_launch, launch_options
@@ -183,14 +184,19 @@ def _of_fp8(
 @triton.jit(do_not_specialize=["num_x", "num_tokens"])  # type: ignore[untyped-decorator]
 def _up(
     x: "Any", x_scales: "Any", num_x: "Any", codes: "Any", scales: "Any", bias: "Any",
-    inner: "Any", counts: "Any", table: "Any", num_tokens: "Any", limit: "Any", alpha: "Any",
+    inner: "Any", counts: "Any", table: "Any", deltas: "Any", num_tokens: "Any",
+    limit: "Any", alpha: "Any",
     INPUTS: tl.constexpr, WIDTH: tl.constexpr, ACTIVE: tl.constexpr,
     PAIRS: tl.constexpr, BLOCK_N: tl.constexpr,
     FP8: tl.constexpr, HAS_BIAS: tl.constexpr, INTERLEAVED: tl.constexpr, CLAMPED: tl.constexpr,
+    DELTAS: tl.constexpr,
     ASM0: tl.constexpr, ASM1: tl.constexpr, ASM2: tl.constexpr, ASM3: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """One block of an expert's inner columns for up to PAIRS of its pairs."""
+    """One block of an expert's inner columns for up to PAIRS of its pairs.
+
+    deltas: float32 [pairs, 2 * WIDTH] where INTERLEAVED, else [2, pairs, WIDTH].
+    """
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -217,6 +223,13 @@ def _up(
             )
         if HAS_BIAS:
             acc += tl.load(bias + expert * (2 * WIDTH) + row).to(tl.float32)[:, None]
+        if DELTAS:
+            if INTERLEAVED:
+                own = deltas + pair[None, :] * (2 * WIDTH) + row[:, None]
+            else:
+                half = (r % 2).to(tl.int64) * num_tokens * (ACTIVE * WIDTH)
+                own = deltas + pair[None, :] * WIDTH + (half + column)[:, None]
+            acc += tl.load(own, mask=live[None, :], other=0.0)
         gate, up = tl.split(tl.permute(tl.reshape(acc, [BLOCK_N, 2, PAIRS]), [0, 2, 1]))
         if CLAMPED:
             gate = tl.minimum(gate, limit)
@@ -271,7 +284,6 @@ def _down(
 
 # fmt: on
 
-_ENTER, _SUM = Launcher(enter_kernel), Launcher(sum_kernel)
 _UP, _DOWN = Launcher(_up), Launcher(_down)
 
 
@@ -283,11 +295,12 @@ def stored_experts(
     ids: Tensor,
     shares: Tensor,
     counts: Tensor,
+    deltas: LayerDeltas | None = None,
 ) -> Tensor:
     """[tokens, hidden] to the same shape.
 
     up: of 2 * inner outputs. ids, shares: [tokens, experts of one]. counts: int32 [experts] zeros,
-    which it leaves as zeros.
+    which it leaves as zeros. deltas: what adapters change.
     """
     (tokens, hidden), active, count = x.shape, ids.shape[1], len(up.codes)
     width = down.shape[1]
@@ -295,35 +308,24 @@ def stored_experts(
     table = torch.empty(count, tokens, dtype=torch.int32, device=x.device)
     inner = torch.empty(tokens * active, width, dtype=x.dtype, device=x.device)
     out = torch.empty(tokens * active, hidden, dtype=x.dtype, device=x.device)
-    y, pdl = torch.empty_like(x), has_dependent_launch(x.device)
+    pdl = has_dependent_launch(x.device)
     common = (x.device, x.dtype, shares.dtype, ids.dtype, aligned(x, ids, shares))
-    small = {"num_warps": 1, **launch_options(pdl)}
-    power = triton.next_power_of_2(active)
-    constants: dict[str, Any] = {"ACTIVE": active, "WIDTH": power, "PDL": pdl}
-    key = (common, tokens % 16 == 0, tokens == 1, *constants.values())
-    _ENTER(key, (tokens,), [ids, counts, table, tokens], constants, small)
+    added = enter_pairs(x, ids, counts, table, deltas)
     sizes = {"INPUTS": hidden, "WIDTH": width, "ACTIVE": active}
     sizes |= {"PAIRS": cut.pairs, "BLOCK_N": cut.up}
     clamped = gate.limit is not None
-    form = {"INTERLEAVED": gate.interleaved, "CLAMPED": clamped}
+    form = {"INTERLEAVED": gate.interleaved, "CLAMPED": clamped, "DELTAS": deltas is not None}
     limits = gate.limit or 0.0, gate.alpha
     blocks = -(-tokens // cut.pairs)
-    rest = [inner, counts, table, tokens, *limits]
+    rest = [inner, counts, table, added, tokens, *limits]
     grid = (blocks, width // cut.up, count)
     _product(_UP, common, grid, x, up, rest, sizes, form, cut, pdl)
+    shrunk = None if deltas is None else deltas.shrink_down(inner, ids, count)
     sizes = {"INPUTS": width, "WIDTH": hidden, "PAIRS": cut.pairs, "BLOCK_N": cut.down}
     grid = (blocks, hidden // cut.down, count)
     rest = [shares, out, counts, table, tokens]
     _product(_DOWN, common, grid, inner, down, rest, sizes, {}, cut, pdl)
-    constants = {
-        **{"WIDTH": hidden, "ACTIVE": active, "PAIRS": power, "BLOCK_N": SUM_COLUMNS},
-        **{"EXPERTS": count, "COUNTS": triton.next_power_of_2(count), "PDL": pdl},
-    }
-    grid = (tokens, -(-hidden // SUM_COLUMNS), 1)
-    _SUM(
-        (common, *constants.values()), grid, [out, y, counts], constants, {**small, "num_warps": 4}
-    )
-    return y
+    return sum_pairs(out, counts, ids, shares, deltas, shrunk)
 
 
 def _product(

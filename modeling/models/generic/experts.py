@@ -26,11 +26,11 @@ from modeling.adapters.experts import (
     has_aligned_sides,
     route,
 )
-from modeling.adapters.product import ExpertDeltas
+from modeling.adapters.product import ExpertDeltas, TokenGroup
 from modeling.adapters.projection import ModulePosition, Projection
 from modeling.models.generic.cuts import CutPlan
 from modeling.models.generic.fused_experts import ExpertKernels, FusedExperts
-from modeling.models.generic.fused_stored import stored_kernels
+from modeling.models.generic.fused_stored import StoredKernels, stored_kernels
 from modeling.models.generic.routed_projections import (
     expert_projections,
     layer_template,
@@ -55,6 +55,13 @@ DELTAS_BY_KERNELS = frozenset(
 )
 """Types of which kernels multiply adapters of experts on a GPU, in captured steps and in others,
 where they were compared."""
+
+DELTAS_OF_STORED: frozenset[str] = frozenset()
+"""Types of which they multiply those of experts that a checkpoint quantised."""
+
+SPREAD_ON_GPUS: frozenset[str] = frozenset()
+"""Types of which ranks may have whole experts on GPUs, where they were compared; quantised experts
+were not."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +134,12 @@ class RoutedLayers:
             )
         self.own: dict[str, range] = {}
         self._model_type: str = causal.config.model_type
+        is_spread = over is not None and over.size > 1
+        if is_spread and on_gpu and self._model_type not in SPREAD_ON_GPUS:
+            raise ArchitectureError(
+                f"expert_parallel: whole experts on ranks were not compared on GPUs for "
+                f"{self._model_type}: remove it, then each rank has a part of every expert"
+            )
         self.on_gpus = not kinds or self._model_type in ON_GPUS
         is_adapted = self.on_gpus or not on_gpu
         for template, members in kinds.items():
@@ -147,12 +160,25 @@ class RoutedLayers:
     @property
     def have_kernels(self) -> bool:
         """Whether kernels can multiply adapters of experts, once the weights were read."""
-        is_compared = self._model_type in DELTAS_BY_KERNELS
-        return is_compared and not any(has_stored(each.module) for each in self._experts)
+        compared = DELTAS_OF_STORED if self._are_stored else DELTAS_BY_KERNELS
+        return self._model_type in compared
 
-    def leave_stored(self, on_gpu: bool) -> None:
-        """Take no adapters on a GPU where a checkpoint quantised experts: nothing compared them."""
-        if any(has_stored(each.module) for each in self._experts):
+    @property
+    def _are_stored(self) -> bool:
+        return any(has_stored(each.module) for each in self._experts)
+
+    def leave_stored(self, on_gpu: bool, dtype: torch.dtype) -> None:
+        """Take no adapters on a GPU where a checkpoint quantised experts, if none compared them.
+
+        ArchitectureError where ranks have whole ones there.
+        """
+        if on_gpu and self._are_stored and any(each.is_spread for each in self._experts):
+            raise ArchitectureError(
+                "expert_parallel: whole quantised experts on ranks were not compared on GPUs: "
+                "remove it, then each rank has a part of every expert"
+            )
+        is_compared = self.have_kernels and dtype is torch.bfloat16
+        if self._are_stored and not is_compared:
             self.on_gpus = False
             self.projections = () if on_gpu else self.projections
 
@@ -162,11 +188,12 @@ class RoutedLayers:
         To be called when the weights were read.
         """
         kernels = ExpertKernels(device)
+        plain: Callable[..., Any]
         for each in self._experts:
             if has_stored(each.module) and device.type == "cuda":
-                each.module.forward = stored_kernels(each.module, device)
-                continue
-            plain = kernels.experts(each.module) or each.module.forward
+                plain = stored_kernels(each.module, device)
+            else:
+                plain = kernels.experts(each.module) or each.module.forward
             each.module.forward = partial(_experts_adapted, each, step, plain)
         for each in self._routers:
             plain = kernels.router(each.module) or each.module.forward
@@ -205,8 +232,7 @@ def _experts_adapted(
     module, deltas = layer.module, step.expert_deltas
     groups = step.routed if deltas is None else ()
     first = layer.layer * len(layer.own)
-    is_plain = not groups and not layer.is_spread and not has_stored(module)
-    if is_plain and has_aligned_sides(module.down_proj):
+    if _is_plain(layer, plain, groups):
         given = (hidden_states, top_k_index, top_k_weights)
         at_once = plain(*given) if deltas is None else _at_once(layer, plain, given, deltas, first)
         if at_once is not None:
@@ -245,6 +271,19 @@ def _experts_adapted(
     return summed.view(*top_k_index.shape, -1).sum(1).to(hidden_states.dtype)
 
 
+def _is_plain(
+    layer: RoutedModule, plain: Callable[..., Tensor], groups: Sequence[TokenGroup]
+) -> bool:
+    """Whether `plain` computes a layer's experts, with adapters that kernels multiply or none."""
+    if layer.is_spread:
+        return False
+    if isinstance(plain, StoredKernels):
+        adapted = [own.projection for each in layer.targets.values() for own in each]
+        return not any(group.adapter.adapts(own) for group in groups for own in adapted)
+    is_float = not has_stored(layer.module)
+    return is_float and not groups and has_aligned_sides(layer.module.down_proj)
+
+
 def _at_once(
     layer: RoutedModule,
     plain: Callable[..., Tensor],
@@ -256,7 +295,7 @@ def _at_once(
 
     given: hidden_states, top_k_index, top_k_weights.
     """
-    if not isinstance(plain, FusedExperts):
+    if not isinstance(plain, FusedExperts | StoredKernels):
         return None
     targets = {key: [own.projection for own in layer.targets[key]] for key in layer.targets}
     return plain.adapted(*given, deltas=deltas, targets=targets, first=first)

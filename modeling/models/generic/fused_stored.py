@@ -1,12 +1,14 @@
 """Kernels instead of transformers' experts, where a checkpoint quantised those, on GPUs."""
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from configs.architectures.base import ArchitectureError
+from modeling.adapters.product import ExpertDeltas
 from modeling.models.generic.fused_experts import is_silu, same
 from modeling.models.generic.stored_experts import LinearMatrices, Mxfp4Matrices
 
@@ -16,11 +18,54 @@ if TYPE_CHECKING:
 LEAST = 32
 """Of which an expert's sizes are multiples."""
 
+MOST_ADAPTED = 1024
+"""Tokens with adapters that are computed at once: their deltas take float32 for each pair."""
+
 _CAPABILITY = (9, 0)
 """Of GPUs with the kernels' instructions."""
 
 
-def stored_kernels(module: Any, device: torch.device) -> Callable[..., Tensor]:
+@dataclass(frozen=True)
+class StoredKernels:
+    """One layer's quantised experts by our kernels; counts: see `stored_experts`."""
+
+    up: "StoredWeight"
+    down: "StoredWeight"
+    gate: "Gate"
+    counts: Tensor
+
+    def __call__(self, hidden_states: Tensor, ids: Tensor, shares: Tensor) -> Tensor:
+        """[tokens, hidden] to the same shape; ids, shares: [tokens, experts of one]."""
+        return self._computed(hidden_states, ids, shares, None)
+
+    def adapted(
+        self,
+        hidden_states: Tensor,
+        ids: Tensor,
+        shares: Tensor,
+        deltas: ExpertDeltas,
+        targets: Mapping[str, Sequence[int]],
+        first: int,
+    ) -> Tensor:
+        """Return the same with a step's adapters; see `FusedExperts.adapted`."""
+        from modeling.layers.triton_expert_deltas import LayerDeltas
+
+        own = LayerDeltas(cast(Any, deltas), tuple(targets["up"]), targets["down"][0], first)
+        starts = range(0, len(hidden_states), MOST_ADAPTED)
+        ends = (slice(start, start + MOST_ADAPTED) for start in starts)
+        parts = [
+            self._computed(hidden_states[at], ids[at], shares[at], own.of_tokens(at)) for at in ends
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _computed(self, hidden_states: Tensor, ids: Tensor, shares: Tensor, deltas: Any) -> Tensor:
+        from modeling.layers.triton_stored_experts import stored_experts
+
+        x, ids, shares = (each.contiguous() for each in (hidden_states, ids, shares))
+        return stored_experts(x, self.up, self.down, self.gate, ids, shares, self.counts, deltas)
+
+
+def stored_kernels(module: Any, device: torch.device) -> StoredKernels:
     """Return what computes a layer's experts; ArchitectureError where no kernel does.
 
     The module's stored matrices are put into the kernels' order.
@@ -30,9 +75,6 @@ def stored_kernels(module: Any, device: torch.device) -> Callable[..., Tensor]:
             f"quantised experts: {torch.cuda.get_device_name(device)} is older than Hopper: take a "
             "checkpoint in bfloat16"
         )
-    # Here, not above: Triton comes with CUDA builds of torch only.
-    from modeling.layers.triton_stored_experts import stored_experts
-
     gate = _gate(module)
     if gate is None:
         raise ArchitectureError(
@@ -41,16 +83,12 @@ def stored_kernels(module: Any, device: torch.device) -> Callable[..., Tensor]:
         )
     up, down = _weight(module, "gate_up_proj"), _weight(module, "down_proj")
     counts = torch.zeros(len(up.codes), dtype=torch.int32, device=device)
-
-    def forward(hidden_states: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        x = hidden_states.contiguous()
-        return stored_experts(x, up, down, gate, ids.contiguous(), weights.contiguous(), counts)
-
-    return forward
+    return StoredKernels(up, down, gate, counts)
 
 
 def _gate(module: Any) -> "Gate | None":
     """What the module computes of gate and up, found by running it; None if no kernel does."""
+    # Here, not above: Triton comes with CUDA builds of torch only.
     from modeling.layers.triton_stored_experts import Gate
 
     if not module.has_gate or getattr(module, "has_post_expert_norm", False):

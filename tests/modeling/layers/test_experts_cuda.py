@@ -60,11 +60,11 @@ def test_routing(tokens: int, hidden: int, summed: bool) -> None:
         assert not zeros.any()
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 3, 64, 250])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 64, 250, 800, 2048])
 def test_experts_adapted(tokens: int) -> None:
     """Tokens of adapters beside tokens without."""
     kernels = pytest.importorskip("modeling.layers.triton_experts")
-    from modeling.triton_pairs import LayerDeltas, PairDeltas
+    from modeling.triton_pairs import PairDeltas
 
     count, active, hidden, width, slots = 24, 3, 1024, 256, 3
     up = torch.randn(count, 2 * width, hidden, device=CUDA).mul(0.05).bfloat16()
@@ -82,7 +82,7 @@ def test_experts_adapted(tokens: int) -> None:
     pages = [[[-1, -1]] * 3, [[5, -1], [1, -1], [0, -1]], [[2, 3], [4, 0], [5, 1]]]
     table = torch.tensor(pages, dtype=torch.int32, device=CUDA)
     own = torch.arange(tokens, device=CUDA) % (slots + 1) - 1
-    deltas = LayerDeltas(PairDeltas(own.int(), table, pools), (0, 1), 2, count)
+    deltas = kernels.LayerDeltas(PairDeltas(own.int(), table, pools), (0, 1), 2, count)
     y = kernels.experts(x, up, down, ids, shares, counts, deltas)
     wanted = torch.zeros(tokens, hidden, device=CUDA)
     for slot in range(-1, slots):

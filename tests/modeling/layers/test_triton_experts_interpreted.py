@@ -29,10 +29,16 @@ def computed(x: Tensor, up: Tensor, down: Tensor, ids: Tensor, shares: Tensor) -
 def interpreted(monkeypatch: pytest.MonkeyPatch, is_tiled: bool) -> Any:
     """The kernels; is_tiled: as steps of prompts take them, however few tokens there are."""
     kernels = pytest.importorskip("modeling.layers.triton_experts")
-    for name in ("_ENTER", "_TILES", "_UP", "_DOWN", "_SUM", "_UP_OF_PAIR", "_DOWN_OF_TOKEN"):
-        monkeypatch.setattr(kernels, name, Interpreted(getattr(kernels, name)._kernel))
+    from modeling.layers import triton_expert_deltas
+
+    for module, names in (
+        (kernels, ("_TILES", "_UP", "_DOWN", "_UP_OF_PAIR", "_DOWN_OF_TOKEN")),
+        (triton_expert_deltas, ("_ENTER", "_ENTER_DELTAS", "_SUM", "_SUM_DELTAS")),
+    ):
+        for name in names:
+            monkeypatch.setattr(module, name, Interpreted(getattr(module, name)._kernel))
     if is_tiled:
-        cut = replace(kernels.CUTS[1], tiled=True)
+        cut = kernels.PROMPT_CUTS[0]
         monkeypatch.setattr(kernels, "_cut", lambda *sizes: fitted(cut, *sizes[-2:]))
     return kernels
 
@@ -62,7 +68,7 @@ def test_experts(monkeypatch: pytest.MonkeyPatch, tokens: int, active: int, is_t
         assert not counts.any()
 
 
-RANKS = (0, 3, 16, 8)
+RANKS = (0, 3, 20, 8)
 """Of the slots' adapters; rank 0: none of experts."""
 
 
@@ -109,7 +115,7 @@ def test_experts_adapted(
     table, own = pools(count, hidden, width)
     slots = torch.tensor([2, 1, -1, 3, 0] * 8)[:tokens].int()
     deltas = triton_pairs.PairDeltas(slots, table, own)
-    layer = triton_pairs.LayerDeltas(deltas, (1, 2), 4, first)
+    layer = kernels.LayerDeltas(deltas, (1, 2), 4, first)
     counts = torch.zeros(count, dtype=torch.int32)
     y = kernels.experts(x, up, down, ids, shares, counts, layer)
     wanted = torch.zeros(tokens, hidden)

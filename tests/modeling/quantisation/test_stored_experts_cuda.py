@@ -5,7 +5,9 @@ over the numbers (test_mxfp4.py, test_fp8_experts.py). Each test prints its figu
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from configs.adapters import AdaptersConfig
 from configs.architectures.base import ArchitectureError
 from configs.engine import CacheConfig, Device, LimitsConfig
 from configs.model import DType, ModelConfig
+from modeling.models.generic import experts
 from modeling.quantisation import mxfp4
 from modeling.quantisation.activations import FP8, rounded_by_group
 from modeling.runner.load_paged import load_paged
@@ -46,7 +49,11 @@ SIZES = [(2880, 2880, 8, 4), (192, 96, 5, 3), (256, 384, 16, 2), (64, 32, 3, 1)]
 """Hidden size, inner size, experts, experts of a token."""
 
 TOKENS = (1, 2, 7, 16, 64, 65, 200, 300, 1030)
-Layer = tuple[Any, Any, Any, Callable[[Tensor, int], Tensor]]
+Layer = tuple[Any, Any, Any, Callable[..., Tensor]]
+Deltas = Sequence[Callable[[Tensor], Tensor]]
+"""What is added to gate and up, and to down, of their inputs."""
+
+NO_DELTAS: Deltas = (lambda x: x.new_zeros(()), lambda x: x.new_zeros(()))
 
 
 def layer_mxfp4(hidden: int, inner: int, count: int) -> Layer:
@@ -64,11 +71,12 @@ def layer_mxfp4(hidden: int, inner: int, count: int) -> Layer:
 
     (up, up_numbers), (down, down_numbers) = weight(2 * inner, hidden), weight(hidden, inner)
 
-    def expert(x: Tensor, number: int) -> Tensor:
-        y = x @ up_numbers[number].T + up.bias[number].float()
+    def expert(x: Tensor, number: int, deltas: Deltas = NO_DELTAS) -> Tensor:
+        y = x @ up_numbers[number].T + up.bias[number].float() + deltas[0](x)
         gate, other = y[:, 0::2].clamp(max=7.0), y[:, 1::2].clamp(-7.0, 7.0)
         found = ((other + 1) * gate * torch.sigmoid(gate * 1.702)).bfloat16().float()
-        return F.linear(found, down_numbers[number], down.bias[number].float())
+        y = F.linear(found, down_numbers[number], down.bias[number].float())
+        return y + deltas[1](found)
 
     return up, down, Gate(True, 7.0, 1.702), expert
 
@@ -85,10 +93,10 @@ def layer_fp8(hidden: int, inner: int, count: int) -> Layer:
 
     (up, up_numbers), (down, down_numbers) = weight(2 * inner, hidden), weight(hidden, inner)
 
-    def expert(x: Tensor, number: int) -> Tensor:
-        y = rounded_by_group(x, 128) @ up_numbers[number].T
+    def expert(x: Tensor, number: int, deltas: Deltas = NO_DELTAS) -> Tensor:
+        y = rounded_by_group(x, 128) @ up_numbers[number].T + deltas[0](x)
         found = (F.silu(y[:, :inner]) * y[:, inner:]).bfloat16().float()
-        return F.linear(rounded_by_group(found, 128), down_numbers[number])
+        return F.linear(rounded_by_group(found, 128), down_numbers[number]) + deltas[1](found)
 
     return up, down, Gate(), expert
 
@@ -98,7 +106,7 @@ LAYERS = {"mxfp4": layer_mxfp4, "fp8": layer_fp8}
 
 def worst_error(form: str, sizes: tuple[int, int, int, int], tokens: int, made: Layer) -> float:
     """The largest of a few steps; equal inputs must give equal bits, and counts stay zeros."""
-    from modeling.layers.triton_stored_experts import stored_experts as product
+    from modeling.layers.triton_stored_experts import stored_experts
 
     hidden, _, count, active = sizes
     up, down, gate, expert = made
@@ -118,7 +126,7 @@ def worst_error(form: str, sizes: tuple[int, int, int, int], tokens: int, made: 
                 continue
             part = expert(x[token].float(), number) * shares[token, place].float()[:, None]
             wanted.index_add_(0, token, part)
-        found = [product(x, up, down, gate, ids, shares, counts) for _ in range(3)]
+        found = [stored_experts(x, up, down, gate, ids, shares, counts) for _ in range(3)]
         assert torch.equal(found[0], found[1])
         assert torch.equal(found[0], found[2])
         assert not counts.any()
@@ -139,6 +147,93 @@ def test_layers(
     worst = {tokens: worst_error(form, sizes, tokens, made) for tokens in TOKENS}
     with capfd.disabled():
         print(f"\n{form} {sizes} " + " ".join(f"{t}:{e:.1e}" for t, e in worst.items()))
+    assert max(worst.values()) < BOUND[form], worst
+
+
+PAGES = ((), (2,), (0, 4), (1, 3))
+"""Of the slots' adapters: 8 rank rows each."""
+
+
+@dataclass(frozen=True)
+class Factors:
+    """Factors of gate and up, or of both at once, and of down: (A, Bt) [pages, experts, 8, side].
+
+    The experts are two layers'; those of the second are looked at.
+    """
+
+    pools: tuple[tuple[Tensor, Tensor], ...]
+    count: int
+
+    @classmethod
+    def random(cls, maps: Sequence[tuple[int, int]], count: int) -> "Factors":
+        """Make them for maps (inputs, outputs)."""
+
+        def factors(side: int) -> Tensor:
+            return torch.randn(5, 2 * count, 8, side, device="cuda").mul(0.05).bfloat16()
+
+        return cls(tuple((factors(inputs), factors(out)) for inputs, out in maps), count)
+
+    def layer(self, slots: Tensor) -> Any:
+        """Return them as kernels take them; slots: of tokens, -1 for none."""
+        from modeling.layers.triton_expert_deltas import LayerDeltas
+        from modeling.triton_pairs import PairDeltas
+
+        rows = [[[*each, -1, -1][:2]] * len(self.pools) for each in PAGES]
+        table = torch.tensor(rows, dtype=torch.int32, device="cuda")
+        deltas, last = PairDeltas(slots.int(), table, self.pools), len(self.pools) - 1
+        return LayerDeltas(deltas, tuple(range(last)), last, self.count)
+
+    def added(self, slot: int, number: int) -> Deltas:
+        """Return what an adapter adds to one expert's products."""
+
+        def delta(x: Tensor, projection: int) -> Tensor:
+            a, bt = (
+                part[list(PAGES[slot]), self.count + number] for part in self.pools[projection]
+            )
+            return x @ a.flatten(0, 1).float().T @ bt.flatten(0, 1).float()
+
+        last = len(self.pools) - 1
+        return (
+            lambda x: torch.cat([delta(x, each) for each in range(last)], -1),
+            lambda x: delta(x, last),
+        )
+
+
+@pytest.mark.parametrize("form", LAYERS)
+@pytest.mark.parametrize("sizes", [SIZES[0], SIZES[2]], ids=str)
+def test_layers_adapted(
+    form: str, sizes: tuple[int, int, int, int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Tokens of adapters of any rank beside tokens without."""
+    from modeling.layers.triton_stored_experts import stored_experts
+
+    hidden, inner, count, active = sizes
+    if form == "fp8" and (hidden % 128 or inner % 128):
+        pytest.skip("blocks are whole")
+    torch.manual_seed(8)
+    up, down, gate, expert = LAYERS[form](hidden, inner, count)
+    maps = [(hidden, 2 * inner)] if gate.interleaved else [(hidden, inner)] * 2
+    factors = Factors.random([*maps, (inner, hidden)], count)
+    counts = torch.zeros(count, dtype=torch.int32, device="cuda")
+    worst = {}
+    for tokens in (1, 3, 64, 200, 1030):
+        x = torch.randn(tokens, hidden, device="cuda").bfloat16()
+        shares, ids = torch.rand(tokens, count, device="cuda").softmax(-1).topk(active)
+        slots = torch.randint(-1, len(PAGES), (tokens,), device="cuda")
+        wanted = torch.zeros(tokens, hidden, device="cuda")
+        for number, slot in product(range(count), range(-1, len(PAGES))):
+            token, place = torch.where((ids == number) & (slots == slot)[:, None])
+            if not len(token):
+                continue
+            own = NO_DELTAS if slot < 0 else factors.added(slot, number)
+            part = expert(x[token].float(), number, own) * shares[token, place][:, None]
+            wanted.index_add_(0, token, part)
+        layer = factors.layer(slots)
+        found = stored_experts(x, up, down, gate, ids, shares.bfloat16(), counts, layer)
+        assert not counts.any()
+        worst[tokens] = float((found.float() - wanted).norm() / wanted.norm())
+    with capfd.disabled():
+        print(f"\n{form} {sizes} adapted " + " ".join(f"{t}:{e:.1e}" for t, e in worst.items()))
     assert max(worst.values()) < BOUND[form], worst
 
 
@@ -177,9 +272,18 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def write(folder: Path, kind: str) -> tuple[Path, Path]:
-    """Write a tiny mixture as it is published, and an adapter of its attention."""
-    config = CONFIG_MAPPING[kind](**{**SHAPE, **KINDS[kind]})
+ALL_ACTIVE: dict[str, dict[str, Any]] = {
+    "gpt_oss": {"num_experts_per_tok": 8},
+    "qwen3_moe": {"num_experts_per_tok": 8},
+    "deepseek_v3": {"num_experts_per_tok": 8, "topk_group": 2},
+}
+"""Every expert computes every token, so no rounding chooses others: an adapter of experts moves
+these tiny models by so much that one choice is farther than all else."""
+
+
+def write(folder: Path, kind: str, **changes: Any) -> tuple[Path, list[Path]]:
+    """Write a tiny mixture as it is published, and adapters: of attention, and of experts too."""
+    config = CONFIG_MAPPING[kind](**{**SHAPE, **KINDS[kind], **changes})
     auto: Any = AutoModelForCausalLM
     torch.manual_seed(3)
     model = auto.from_config(config, dtype=torch.bfloat16)
@@ -191,7 +295,10 @@ def write(folder: Path, kind: str) -> tuple[Path, Path]:
     model.save_pretrained(dense)
     targets = ("q_proj", "o_proj", "q_b_proj")
     recipe = AdapterRecipe(r=8, alpha=16.0, std=0.02, target_modules=targets)
-    adapter = write_adapter(folder / "adapter", dense, recipe)
+    adapters = [write_adapter(folder / "adapter", dense, recipe)]
+    experts = {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+    recipe = replace(recipe, std=0.05, seed=5, extra=experts)
+    adapters.append(write_adapter(folder / "experts", dense, recipe))
     tensors: dict[str, Tensor] = {}
     method: dict[str, Any] = {
         "quant_method": "fp8",
@@ -216,15 +323,35 @@ def write(folder: Path, kind: str) -> tuple[Path, Path]:
     save_file(made, stored / "model.safetensors", {"format": "pt"})
     fields = json.loads((dense / "config.json").read_text())
     (stored / "config.json").write_text(json.dumps(fields | {"quantization_config": method}))
-    return stored, adapter
+    return stored, adapters
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_mixtures(kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """With an adapter of attention; those of these experts are taken by CPUs alone."""
-    model, adapter = write(tmp_path, kind)
-    found: dict[str, Tensor] = {}
-    lines, far = [], []
+    """The base, and an adapter of attention."""
+    model, (attention, _) = write(tmp_path, kind)
+    lines = compare(kind, model, {"base": None, "attention": attention})
+    with capfd.disabled():
+        print("", *lines, sep="\n")
+    assert not any(line.endswith("far") for line in lines)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_mixtures_adapted(kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """An adapter of attention and of these experts."""
+    if kind not in experts.DELTAS_OF_STORED:
+        pytest.skip("its adapters of quantised experts are refused")
+    model, (_, adapter) = write(tmp_path, kind, **ALL_ACTIVE[kind])
+    lines = compare(kind, model, {"base": None, "experts": adapter})
+    with capfd.disabled():
+        print("", *lines, sep="\n")
+    assert not any(line.endswith("far") for line in lines)
+
+
+def compare(kind: str, model: Path, named: Mapping[str, Path | None]) -> list[str]:
+    """Run prefills and captured decode steps; return figures by what is named, the base first."""
+    found: dict[tuple[str, str], Tensor] = {}
+    lines = []
     for name, device, dtype in (
         ("truth", Device.CPU, DType.FLOAT32),
         ("reference", Device.CPU, DType.BFLOAT16),
@@ -236,26 +363,23 @@ def test_mixtures(kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
             device=device,
             cache=CacheConfig(num_blocks=NUM_BLOCKS, block_size=16),
             limits=LimitsConfig(max_running=TOGETHER, max_step_tokens=512),
-            adapters=AdaptersConfig(device_pages=4, max_device_adapters=2),
+            adapters=AdaptersConfig(device_pages=4, expert_pages=4, max_device_adapters=2),
         )
         runner = load_paged(config, SingleRank(), pick_device(device)).allocate()
-        place_all(runner, [adapter])
-        for slot in (-1, 0):
+        place_all(runner, [folder for folder in named.values() if folder is not None])
+        for slot, of in enumerate(named, start=-1):
             for decode in (False, True) if name == "ours" else (False,):
                 said = forced_logprobs(runner, VOCAB_SIZE, slot, decode, 16).cpu()
                 if name != "ours":
-                    found[f"{name}{slot}"] = said
+                    found[name, of] = said
                     continue
-                truth, reference = found[f"truth{slot}"], found[f"reference{slot}"]
-                theirs, own = errors(reference, truth), errors(said, truth)
-                way = f"{'base' if slot < 0 else 'adapter':8}{'decode' if decode else 'prefill':8}"
-                lines.append(f"{kind:12}{way}{own}  (reference: {theirs})")
-                if not bounded(own, theirs):
-                    far.append(lines[-1])
-    with capfd.disabled():
-        print("", *lines, f"captured steps: {runner.num_captured}", sep="\n")
-    assert not far, "\n".join(far)
+                theirs = errors(found["reference", of], found["truth", of])
+                own = errors(said, found["truth", of])
+                way = f"{of:10}{'decode' if decode else 'prefill':8}"
+                far = "" if bounded(own, theirs) else "  far"
+                lines.append(f"{kind:12}{way}{own}  (reference: {theirs}){far}")
     assert runner.num_captured, "no step was captured"
+    return lines
 
 
 def test_scales_that_kernels_do_not_make_are_refused(tmp_path: Path) -> None:
