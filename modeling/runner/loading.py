@@ -38,10 +38,6 @@ from sharding.loader import Weights
 from sharding.progress import timed
 from sources.model import fetch_model
 
-SPREAD_ON = ("cpu",)
-"""Types of devices on which ranks with whole experts were compared."""
-
-
 EAGLE3_LAUNCHED_ON = ("cpu",)
 """Types of devices on which EAGLE-3 heads pay without CUDA graphs. On a GPU each guess is some
 fifty launches, and waits for the step's samples on the host."""
@@ -93,7 +89,7 @@ def load_model(config: EngineConfig, group: TensorParallel, device: torch.device
     started = time.monotonic()
     folder = fetch_model(config.model)
     architecture = load_architecture(folder).with_rope_length(config.model.dynamic_rope_length)
-    architecture = architecture.with_expert_parallel(_spreads(config, group, device))
+    architecture = architecture.with_expert_parallel(config.expert_parallel)
     source: Checkpoint | DummySource
     scales = None
     is_dummy = config.model.load_format is LoadFormat.DUMMY
@@ -186,16 +182,6 @@ def _heads_folder(config: EngineConfig) -> Path | None:
     if wanted["id"] is None:
         return None
     return fetch_model(config.model.model_copy(update=wanted))
-
-
-def _spreads(config: EngineConfig, group: TensorParallel, device: torch.device) -> bool:
-    """Return whether ranks shall have whole experts; ValueError where they cannot."""
-    if config.expert_parallel and group.size > 1 and device.type not in SPREAD_ON:
-        raise ValueError(
-            "expert_parallel: ranks with whole experts were compared on CPUs alone: remove it, "
-            "then each rank has a part of every expert"
-        )
-    return config.expert_parallel
 
 
 def bytes_by_form(model: nn.Module) -> dict[str, int]:

@@ -15,9 +15,12 @@ from modeling.adapters.experts import RoutedAdapter
 from modeling.adapters.peft_experts import ExpertParameter
 from modeling.adapters.peft_shared_experts import SharedFactors
 from modeling.models.generic import experts, reading, routed_projections
+from modeling.models.generic.cuts import CutPlan
+from modeling.models.generic.experts import RoutedLayers
 from modeling.runner.loading import load_model
 from sharding.group import LoneRank, SingleRank
 from sharding.tensor_file import TensorFile
+from tests.checkpoints import load_oracle
 from tests.checkpoints_generic import MIXTURES
 from tests.modeling.parity import BASE, Setting, World, compare, engine_config, expect_mismatch
 
@@ -66,9 +69,12 @@ def test_a_model_without_experts(world: World) -> None:
 
 
 def test_where_whole_experts_were_not_compared(world: World) -> None:
-    config = engine_config(world.model("mixture", "qwen3_moe"), expert_parallel=True)
-    with pytest.raises(ValueError, match="on CPUs alone: remove it"):
-        load_model(config, LoneRank(0, 2), torch.device("cuda"))
+    causal = load_oracle(world.model("mixture", "granitemoe"))
+    two = LoneRank(0, 2)
+    plan = CutPlan(causal.config, "model", two)
+    with pytest.raises(ArchitectureError, match="not compared on GPUs for granitemoe: remove it"):
+        RoutedLayers(causal, plan, 0, on_gpu=True, over=two)
+    assert RoutedLayers(causal, plan, 0, over=two).own
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
