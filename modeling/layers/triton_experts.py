@@ -85,10 +85,6 @@ PROMPT_CUTS = (
 """Of more tokens than CUTS have, as measured with the same experts. Of more pairs an expert than
 these have, a library's grouped products were not compared."""
 
-MOST_ADAPTED = CUTS[-1].most
-"""Tokens of a step with adapters of experts, up to which these were compared with a library's
-grouped products that have the deltas beside them."""
-
 LEAST = 32
 """Of which an expert's sizes are multiples: smaller tiles are too slow."""
 

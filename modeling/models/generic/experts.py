@@ -51,17 +51,17 @@ ON_GPUS = frozenset(
 """Types that take adapters of experts and routers on a GPU, where they were compared."""
 
 DELTAS_BY_KERNELS = frozenset(
-    ("deepseek_v3", "glm4_moe", "gpt_oss", "granitemoe", "mixtral", "qwen3_moe")
+    ("deepseek_v3", "glm4_moe", "gpt_oss", "granitemoe", "mixtral", "phimoe", "qwen3_moe")
 )
 """Types of which kernels multiply adapters of experts on a GPU, in captured steps and in others,
 where they were compared."""
 
-DELTAS_OF_STORED: frozenset[str] = frozenset()
+DELTAS_OF_STORED = frozenset(("gpt_oss", "qwen3_moe"))
 """Types of which they multiply those of experts that a checkpoint quantised."""
 
-SPREAD_ON_GPUS: frozenset[str] = frozenset()
-"""Types of which ranks may have whole experts on GPUs, where they were compared; quantised experts
-were not."""
+SPREAD_ON_GPUS = frozenset(("qwen3_moe",))
+"""Types of which ranks may have whole experts on GPUs, where they were compared in float32 and in
+bfloat16; quantised experts were not."""
 
 
 @dataclass(frozen=True)
@@ -161,13 +161,13 @@ class RoutedLayers:
     def have_kernels(self) -> bool:
         """Whether kernels can multiply adapters of experts, once the weights were read."""
         compared = DELTAS_OF_STORED if self._are_stored else DELTAS_BY_KERNELS
-        return self._model_type in compared
+        return self.on_gpus and self._model_type in compared
 
     @property
     def _are_stored(self) -> bool:
         return any(has_stored(each.module) for each in self._experts)
 
-    def leave_stored(self, on_gpu: bool, dtype: torch.dtype) -> None:
+    def leave_stored(self, on_gpu: bool, dtype: torch.dtype, ranks: int) -> None:
         """Take no adapters on a GPU where a checkpoint quantised experts, if none compared them.
 
         ArchitectureError where ranks have whole ones there.
@@ -177,7 +177,7 @@ class RoutedLayers:
                 "expert_parallel: whole quantised experts on ranks were not compared on GPUs: "
                 "remove it, then each rank has a part of every expert"
             )
-        is_compared = self.have_kernels and dtype is torch.bfloat16
+        is_compared = self.have_kernels and dtype is torch.bfloat16 and ranks == 1
         if self._are_stored and not is_compared:
             self.on_gpus = False
             self.projections = () if on_gpu else self.projections

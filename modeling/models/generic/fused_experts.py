@@ -54,7 +54,7 @@ class FusedExperts:
         targets: the projections of "up" and "down". first: the layer's first expert, counted over
         all layers.
         """
-        if len(hidden_states) > self.kernels.MOST_ADAPTED:
+        if not self.kernels.takes(hidden_states, ids.shape[1], len(self.weights[0])):
             return None
         own = self.kernels.LayerDeltas(deltas, tuple(targets["up"]), *targets["down"], first)
         return self._computed(hidden_states, ids, shares, own)

@@ -59,7 +59,6 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> ExpertKernels:
         experts=experts,
         fits=lambda up, down: True,
         takes=lambda x, active, count: len(x) <= MOST_TOKENS,
-        MOST_ADAPTED=MOST_TOKENS,
         LayerDeltas=lambda *parts: parts,
     )
     monkeypatch.setattr(fused_experts, "_kernels", lambda device: (fakes, routing))

@@ -12,6 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from configs.architectures.base import ArchitectureError
+from configs.model import DType, ModelConfig
+from modeling.models.generic.experts import RoutedLayers
 from modeling.models.generic.stored_experts import Mxfp4Matrices
 from modeling.runner.loading import load_model
 from sharding.group import LoneRank, SingleRank
@@ -99,6 +101,30 @@ def test_a_rank_with_whole_experts_keeps_its_own(made: Path) -> None:
     half = whole.num_experts // 2
     assert torch.equal(own.down_proj, whole.down_proj[half:])
     assert torch.equal(own.gate_up_proj, whole.gate_up_proj[half:])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "ranks", "taken"),
+    [(DType.BFLOAT16, 1, True), (DType.BFLOAT16, 2, False), (DType.FLOAT32, 1, False)],
+)
+def test_where_gpus_take_adapters_of_these_experts(
+    made: Path, dtype: DType, ranks: int, taken: bool
+) -> None:
+    settings = ModelConfig(id=str(made / "stored"), dtype=dtype)
+    config = engine_config(made / "stored", model=settings)
+    group = SingleRank() if ranks == 1 else LoneRank(0, ranks)
+    model: Any = load_model(config, group, torch.device("cpu")).model
+    assert model.adapts_experts_on_gpus is model.has_expert_kernels is taken
+
+
+def test_whole_experts_in_mxfp4_are_refused_on_gpus(
+    made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave = RoutedLayers.leave_stored
+    monkeypatch.setattr(RoutedLayers, "leave_stored", lambda own, _, *more: leave(own, True, *more))
+    config = engine_config(made / "stored", expert_parallel=True)
+    with pytest.raises(ArchitectureError, match="whole quantised experts on ranks"):
+        load_model(config, LoneRank(0, 2), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("inputs", [64, 96, 128, 224])
