@@ -1,4 +1,4 @@
-"""Rows of few tokens in Triton: keys are cut into splits, whose results are combined in order.
+"""Rows of few tokens in Triton: keys are cut into splits; their results are combined in order.
 
 The query heads that share a KV head, of all of a row's tokens, are one tile, so keys and values are
 read once. A row's splits follow from its own length alone. One program computes all splits of a
@@ -194,7 +194,7 @@ def decode_kernel(
     most; sums: [.., max_count, 2], each split's largest score and sum of weights. arrived: int32
     zeros [rows, blocks of heads], zeros again afterwards. window: keys that are seen at most.
     factor: of the output. LIVE_M: a power of two that holds a tile's lines, which BLOCK_M may
-    exceed. CHUNK: splits whose results are loaded at once.
+    exceed. CHUNK: splits of which the results are loaded at once.
     """
     if PDL:
         gdc_launch_dependents()

@@ -72,8 +72,8 @@ def enter_deltas_kernel(
         gdc_wait()
         gdc_launch_dependents()
     if (target == 0) & (first == 0):
-        place = tl.atomic_add(counts + expert, 1, sem="relaxed")
-        tl.store(order + expert * num_tokens + place, pair)
+        position = tl.atomic_add(counts + expert, 1, sem="relaxed")
+        tl.store(order + expert * num_tokens + position, pair)
     n = first + tl.arange(0, BLOCK_N)
     row = target * num_pairs + pair
     delta = pair_delta(shrunk + row * (PAGES * 8), bt, at, count, matrix, n, WIDTH, matrices)
