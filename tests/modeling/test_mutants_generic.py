@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from modeling.adapters.product import AdapterData
 from modeling.layers.rotary import rotate
 from modeling.models.base import AttentionLayer
-from modeling.models.generic import fusions, linears, model, names, reading, step
+from modeling.models.generic import fusions, linears, model, reading, stacked_experts, step
 from modeling.models.generic.cuts import CutPlan, LinearCut, Style
 from modeling.models.generic.model import GenericForCausalLM
 from modeling.models.generic.modules import GenericHead, GenericLinear, MergedColumns
@@ -224,7 +224,7 @@ def test_experts_not_summed(world: World, monkeypatch: pytest.MonkeyPatch) -> No
 def test_experts_gate_and_up_stacked_in_the_wrong_order(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(names, "sorted", lambda x: sorted(x, reverse=True), raising=False)
+    monkeypatch.setattr(stacked_experts, "sorted", lambda x: sorted(x, reverse=True), raising=False)
     expect_mismatch(world, MIXTRAL)
 
 
