@@ -11,6 +11,9 @@ logger = logging.getLogger("loray.progress")
 SECONDS_A_LINE = 2.0
 """Between two lines; a part that is shorter logs nothing."""
 
+SHOWN_S = 0.5
+"""Seconds from which a part of a start is worth a line."""
+
 T = TypeVar("T")
 
 
@@ -54,7 +57,9 @@ def counted(what: str, items: Sequence[T]) -> Iterator[T]:
 
 @contextmanager
 def timed(part: str) -> Iterator[None]:
-    """Log what a part of a start took, once it has ended."""
+    """Log what a part of a start took, once it has ended; at debug level if that was little."""
     began = time.monotonic()
     yield
-    logger.info("start: %s: %.2f s", part, time.monotonic() - began)
+    seconds = time.monotonic() - began
+    level = logging.INFO if seconds >= SHOWN_S else logging.DEBUG
+    logger.log(level, "start: %s: %.2f s", part, seconds)

@@ -5,15 +5,16 @@ import re
 
 import pytest
 
+from sharding import progress
 from sharding.progress import Progress, counted, timed
 
 
 def test_a_line_every_two_seconds(caplog: pytest.LogCaptureFixture) -> None:
     times = iter([0.0, 1.0, 4.0, 5.0, 6.5])
-    progress = Progress("weights", 8, lambda: next(times))
+    weights = Progress("weights", 8, lambda: next(times))
     with caplog.at_level(logging.INFO):
         for done in range(1, 5):
-            progress.add(f"{2 * done}.0 GB")
+            weights.add(f"{2 * done}.0 GB")
     assert caplog.messages == [
         "weights: 2 of 8 (4.0 GB) in 4 s, about 12 s left",
         "weights: 4 of 8 (8.0 GB) in 6 s, about 6 s left",
@@ -33,8 +34,15 @@ def test_a_short_part_is_silent(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.messages == []
 
 
-def test_a_part_of_a_start_is_timed(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO), timed("weights"):
-        pass
-    [line] = caplog.messages
-    assert re.fullmatch(r"start: weights: \d+\.\d\d s", line)
+def test_a_part_of_a_start_is_timed(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with caplog.at_level(logging.DEBUG):
+        with timed("pools"):
+            pass
+        monkeypatch.setattr(progress, "SHOWN_S", 0.0)
+        with timed("weights"):
+            pass
+    lines = [(each.levelno, each.getMessage()) for each in caplog.records]
+    assert [level for level, _ in lines] == [logging.DEBUG, logging.INFO]
+    assert re.fullmatch(r"start: weights: \d+\.\d\d s", lines[1][1])
