@@ -2,8 +2,8 @@
 
 Of one or two tokens the products' kernels add the deltas themselves. Of more, a tile of the tensor
 cores has pairs of many adapters, and their rows of Bt would come number by number: so launches
-between the products read them in whole lines, and leave float32 numbers for gate and up, or add those of
-down to the sum of a token's pairs.
+between the products read them in whole lines, and leave float32 numbers for gate and up, or add
+those of down to the sum of a token's pairs.
 """
 
 from dataclasses import dataclass, replace
