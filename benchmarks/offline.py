@@ -26,7 +26,8 @@ from torch.distributed import TCPStore
 from torch.multiprocessing.spawn import spawn
 
 from benchmarks.offline_setup import RANK, engine_config, model_parser
-from benchmarks.workload import PEOPLE, SHAPES, write_adapter, write_model
+from benchmarks.spelled_json import PEOPLE
+from benchmarks.workload import SHAPES, write_adapter, write_model
 from configs.engine import Device
 from configs.env import export_rank_environment
 from configs.wire.adapters import AdapterKey, FetchedAdapter

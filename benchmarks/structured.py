@@ -20,7 +20,7 @@ from typing import Any
 import aiohttp
 
 from benchmarks.serving import Case, Measured, ask, bodies, describe, percentile
-from benchmarks.workload import PEOPLE
+from benchmarks.spelled_json import PEOPLE
 
 
 def held(waiting: Iterator[dict[str, Any]], share: float) -> Iterator[dict[str, Any]]:

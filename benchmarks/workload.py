@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
-from tokenizers.decoders import ByteLevel as ByteLevelDecoder
-from tokenizers.models import BPE, WordLevel
-from tokenizers.pre_tokenizers import ByteLevel, Split, WhitespaceSplit
-from tokenizers.pre_tokenizers import Sequence as Chain
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+
+from benchmarks.spelled_json import json_tokenizer
 
 _LLAMA3: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -142,23 +142,6 @@ _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 TARGETS: dict[str, tuple[str, ...]] = {"gemma2-9b": _ATTENTION, "qwen3-30b-a3b": _ATTENTION}
 """The linear maps that adapters change, by shape; all seven where it is not here."""
 
-PEOPLE = {
-    "type": "array",
-    "minItems": 10_000,
-    "items": {
-        "type": "object",
-        "properties": {
-            "name": {"type": "string", "maxLength": 16},
-            "age": {"type": "integer", "minimum": 0, "maximum": 120},
-            "kind": {"enum": ["customer", "supplier", "colleague"]},
-            "scores": {"type": "array", "items": {"type": "integer"}, "maxItems": 5},
-        },
-        "required": ["name", "age", "kind", "scores"],
-        "additionalProperties": False,
-    },
-}
-"""A schema with answers that do not end: the list is too long."""
-
 SMALL_RANK, SMALL_TARGETS = 4, ("q_proj", "v_proj")
 """The small adapters, of which there are very many."""
 
@@ -176,32 +159,6 @@ KIND_LETTERS = {"dora": "d", "activated": "v", "experts": "e"}
 
 WRITERS = 4
 """Threads that write adapters: each holds one in memory."""
-
-
-def json_pieces() -> list[str]:
-    """Every byte, the numbers of up to three digits, and what JSON puts between values."""
-    bytes_ = ByteLevel.alphabet()
-    numbers = [f"{i:0{digits}d}" for digits in (2, 3) for i in range(10**digits)]
-    between = ['{"', '":', '",', '"}', "},", "[{", "}]", 'Ġ"', 'Ġ{"', '":Ġ', '",Ġ"', '":Ġ"', "},Ġ"]
-    return [*sorted(bytes_), *numbers, *between]
-
-
-def json_tokenizer(vocab_size: int, ends: Sequence[int]) -> Tokenizer:
-    """A byte-level tokenizer: words behind a space are tokens, all else is spelled."""
-    words = [f"Ġt{i}" for i in range(vocab_size)]
-    for end in ends:
-        words[end] = f"t{end}"
-    free = [i for i in reversed(range(vocab_size)) if i not in ends]
-    for i, piece in zip(free, json_pieces(), strict=False):
-        words[i] = piece
-    vocabulary = {word: i for i, word in enumerate(words)}
-    tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=[], ignore_merges=True))
-    tokenizer.pre_tokenizer = Chain(
-        [Split(" ", "merged_with_next"), ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
-    tokenizer.decoder = ByteLevelDecoder()
-    tokenizer.add_special_tokens([words[end] for end in ends])
-    return tokenizer
 
 
 def config_of(shape: str, layers: int | None = None) -> dict[str, Any]:

@@ -37,8 +37,9 @@ def serve_summed_norms(
         for check in (comparison.fault_alone, comparison.fault_together):
             fault = check()
             if any(comparison.slowest([float(bool(fault))])):
-                reason = fault or "another rank found a fault"
-                logger.warning("norms do not sum over ranks: %s", reason)
+                reason = f"norms do not sum: {fault or 'another rank found a fault'}"
+                logger.warning("%s", reason)
+                group.serve_norms(dtype, 0, f"{group.method}; {reason}")
                 return
         most_rows = comparison.measure()
     found = f"norms sum up to {most_rows} rows" if most_rows else "norms do not sum: slower"
