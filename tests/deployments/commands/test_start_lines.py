@@ -33,11 +33,13 @@ def test_what_a_rank_logs_is_what_is_looked_for(tmp_path: Path) -> None:
     handler = logging.Handler()
     handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("loray.progress")
+    level = logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     try:
         Progress("warm-up steps, with what they compile", 4, lambda: next(times)).add()
     finally:
         logger.removeHandler(handler)
+        logger.setLevel(level)
     (tmp_path / "worker-2.err").write_text(f"x INFO rank-0 {found[0]}\n")
     assert list(StartLines(tmp_path).new()) == found
