@@ -106,8 +106,8 @@ class AdaptersConfig(Config):
     many pages in their pools as in the others, unless vocabulary_pages says otherwise.
     vocabulary_pages: pages of 8 LoRA rank rows in the pools of embedding and head. None: an eighth
     of the other pools', but enough for one adapter of max_rank.
-    expert_pages: pages of 8 LoRA rank rows of every expert in the pools of experts' factors. None:
-    what fits into half of the pools' memory, at most as many as all adapters could use.
+    expert_pages: how often the pools of experts' factors hold 8 LoRA rank rows of every expert.
+    None: what fits into half of the pools' memory, at most as many as all adapters could use.
     vocabulary_copies: adapters with a whole embedding or head of their own (PEFT's
     modules_to_save) that may be on the device at once; each takes both matrices' bytes.
     whole_linears: linear maps of which adapters may bring the whole weight (modules_to_save), by

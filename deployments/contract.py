@@ -356,7 +356,8 @@ class AdapterStatus(msgspec.Struct, frozen=True):
     rank: the largest LoRA rank of its matrices.
     bytes: of its files.
     host_bytes: of its copy on each rank, 0 without one.
-    device_pages: pages of 8 LoRA rank rows over all projections, 0 if it is not on the device.
+    device_pages: pages of 8 LoRA rank rows over all projections, of experts each for itself.
+    0 if it is not on the device.
     pinned: kept on the device.
     draining: unloaded when its requests have ended.
     running, waiting: its requests now.

@@ -1,12 +1,13 @@
 """Adapters of experts in Triton: every pair of a token and an expert for itself.
 
-    s[p, r]     = sum_i x[p, i] A[page(p, r), first + e(p), r % 8, i]
-    y[p, o + j] += sum_r s[p, r] Bt[page(p, r), first + e(p), r % 8, j]
+    s[p, r]     = sum_i x[p, i] A[page(p, r), l, r % 8, i]
+    y[p, o + j] += sum_r s[p, r] Bt[page(p, r), l, r % 8, j]
 
-p: a pair of a token and one of its experts, e(p); first: the layer's first expert, counted over
-all layers. Tokens of few rows seldom share both expert and adapter, so no pair waits for another.
-Grids depend on the number of pairs alone: what adapters there are is read on the device. LoRA rank
-rows are read two pages at once, as far as there are any.
+p: a pair of a token and one of its experts; page(p, r): where the token's adapter has rank row r of
+that expert; l: the layer's index among those with experts. Tokens of few rows seldom share both
+expert and adapter, so no pair waits for another. Grids depend on the number of pairs alone: what
+adapters there are is read on the device. LoRA rank rows are read two pages at once, as far as there
+are any: a pair whose expert the adapter leaves as it is reads none.
 
 Launches are programmatic dependent ones, as in `modeling.layers.triton`. No kernel writes slots,
 tables and pools, so they may be read before the kernel ahead has ended.
@@ -37,7 +38,7 @@ EXPAND_COLUMNS = 256
 FEW_PAIRS = 64
 """Up to as many, the pages of a pair are shrunk by programs of their own."""
 
-UNSPECIALIZED = ["matrix0", "matrices", "projection0", "projection1"]
+UNSPECIALIZED = ["layer", "layers", "map0", "map1"]
 COUNTED = [*UNSPECIALIZED, "num_pairs"]
 """Integers that are no reason to compile again where they are 1 or multiples of 16."""
 
@@ -47,11 +48,14 @@ COUNTED = [*UNSPECIALIZED, "num_pairs"]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def pages_of_pair(
-    table: "Any", slot: "Any", projection: "Any",
-    ENTRIES: tl.constexpr, PAGES: tl.constexpr, WIDE: tl.constexpr,
+    table: "Any", slot: "Any", of: "Any", expert: "Any",
+    MAPS: tl.constexpr, STRIDE: tl.constexpr, PAGES: tl.constexpr, WIDE: tl.constexpr,
 ) -> "Any":
-    """Where a slot's pages of a projection are in the table, and how many; 0 for slot -1."""
-    at = table + (tl.maximum(slot, 0) * ENTRIES + projection) * PAGES
+    """Where a slot's pages of a map and expert are in the table, and how many; 0 for slot -1.
+
+    of: the map. STRIDE: of maps in the table.
+    """
+    at = table + (tl.maximum(slot, 0) * MAPS + of) * STRIDE + expert * PAGES
     i = tl.arange(0, WIDE)
     pages = tl.load(at + i, mask=(i < PAGES) & (slot >= 0), other=-1)
     return at, tl.sum((pages >= 0).to(tl.int32), axis=0)
@@ -59,28 +63,30 @@ def pages_of_pair(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def rank_rows(
-    at: "Any", start: "Any", count: "Any", r: "Any", matrix: "Any", matrices: "Any", width: "Any",
+    at: "Any", start: "Any", r: "Any", layer: "Any", layers: "Any", width: "Any",
+    PAGES: tl.constexpr,
 ) -> "Any":
     """Where rank rows r, counted from page `start` on, begin in a pool, and whether they are there.
 
-    at, count: see pages_of_pair; not 0. matrix: the layer's first expert + that of each row.
+    at: see pages_of_pair, of all rows or of each.
     """
     each = start + r // 8
-    page = tl.load(at + tl.minimum(each, count - 1)).to(tl.int64)
-    return ((page * matrices + matrix) * 8 + r % 8) * width, each < count
+    page = tl.load(at + tl.minimum(each, PAGES - 1))
+    first = (tl.maximum(page, 0).to(tl.int64) * layers + layer) * 8
+    return (first + r % 8) * width, (each < PAGES) & (page >= 0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def pair_delta(
-    shrunk: "Any", bt: "Any", at: "Any", count: "Any", matrix: "Any", n: "Any",
-    width: "Any", matrices: "Any",
+    shrunk: "Any", bt: "Any", at: "Any", count: "Any", n: "Any",
+    width: "Any", layer: "Any", layers: "Any", PAGES: tl.constexpr,
 ) -> "Any":
     """Columns n of one pair's delta, float32; shrunk: of the pair. See rank_rows."""
     r = tl.arange(0, 16)
     inside = n < width
     total = tl.zeros([n.shape[0]], dtype=tl.float32)
     for start in range(0, count, 2):
-        rows, used = rank_rows(at, start, count, r, matrix, matrices, width)
+        rows, used = rank_rows(at, start, r, layer, layers, width, PAGES)
         mask = used[:, None] & inside[None, :]
         tile = tl.load(bt + rows[:, None] + n[None, :], mask=mask, other=0.0)
         own = tl.load(shrunk + start * 8 + r, mask=used, other=0.0)
@@ -91,9 +97,10 @@ def pair_delta(
 @triton.jit  # type: ignore[untyped-decorator]
 def token_delta(
     shrunk: "Any", bt: "Any", ids: "Any", shares: "Any", slots: "Any", table: "Any",
-    token: "Any", first: "Any", projection: "Any", matrix0: "Any", matrices: "Any", width: "Any",
+    token: "Any", first: "Any", of: "Any", layer: "Any", layers: "Any", width: "Any",
     BLOCK_N: tl.constexpr, ACTIVE: tl.constexpr, POWER: tl.constexpr,
-    ENTRIES: tl.constexpr, PAGES: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
+    MAPS: tl.constexpr, STRIDE: tl.constexpr, PAGES: tl.constexpr, WIDE: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> "Any":
     """The deltas of all pairs of a token by their weights, float32: BLOCK_N columns from `first`.
 
@@ -104,18 +111,25 @@ def token_delta(
     n = first + tl.arange(0, BLOCK_N)
     own, inside = p < ACTIVE, n < width
     pair = token * ACTIVE + tl.minimum(p, ACTIVE - 1)
-    at, count = pages_of_pair(table, tl.load(slots + token), projection, ENTRIES, PAGES, WIDE)
-    matrix = matrix0 + tl.load(ids + pair).to(tl.int64)
+    slot = tl.load(slots + token)
+    maps = table + (tl.maximum(slot, 0) * MAPS + of) * STRIDE
+    e, i = tl.arange(0, POWER), tl.arange(0, WIDE)
+    of_experts = maps + tl.load(ids + token * ACTIVE + tl.minimum(e, ACTIVE - 1)) * PAGES
+    inside_table = (i < PAGES) & (slot >= 0)
+    pages = tl.load(of_experts[:, None] + i[None, :], mask=inside_table[None, :], other=-1)
+    # Of the expert that has most; it may be that others have none.
+    count = tl.max(tl.sum((pages >= 0).to(tl.int32), axis=1), axis=0)
+    at = maps + tl.load(ids + pair) * PAGES
     if PDL:
         if count > 0:
-            rows, used = rank_rows(at, 0, count, r, matrix, matrices, width)
+            rows, used = rank_rows(at, 0, r, layer, layers, width, PAGES)
             prefetch(bt + rows + first)
         gdc_wait()
         gdc_launch_dependents()
     share = tl.load(shares + pair).to(tl.float32)
     total = tl.zeros([BLOCK_N], dtype=tl.float32)
     for start in range(0, count, 2):
-        rows, used = rank_rows(at, start, count, r, matrix, matrices, width)
+        rows, used = rank_rows(at, start, r, layer, layers, width, PAGES)
         used &= own
         factor = tl.load(shrunk + (pair * PAGES + start) * 8 + r, mask=used, other=0.0) * share
         mask = used[:, None] & inside[None, :]
@@ -127,35 +141,39 @@ def token_delta(
 @triton.jit(do_not_specialize=COUNTED)  # type: ignore[untyped-decorator]
 def _shrink(
     x: "Any", shrunk: "Any", a0: "Any", a1: "Any", experts: "Any", slots: "Any", table: "Any",
-    projection0: "Any", projection1: "Any", matrix0: "Any", matrices: "Any",
+    map0: "Any", map1: "Any", layer: "Any", layers: "Any",
     num_pairs: "Any",
     INPUTS: tl.constexpr, COUNT: tl.constexpr, ACTIVE: tl.constexpr, SHARED: tl.constexpr,
-    ENTRIES: tl.constexpr, PAGES: tl.constexpr, WIDE: tl.constexpr,
-    RANKS: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr, PDL: tl.constexpr,
+    MAPS: tl.constexpr, STRIDE: tl.constexpr, PAGES: tl.constexpr, WIDE: tl.constexpr,
+    RANKS: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr,
+    EARLY: tl.constexpr, PDL: tl.constexpr,
 ) -> None:
     """Program (pair, target, share of the pages): shrunk [targets, pairs, PAGES * 8].
 
     ACTIVE: pairs that share an entry of slots; SHARED: those that share a row of x. RANKS: rank
-    rows that are read at once.
+    rows that are read at once. EARLY: whether experts were written before the kernel ahead began.
     """
     pair, target = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slots + pair // ACTIVE)
-    projection, a = projection0, a0
+    of, a = map0, a0
     if target == 1:
-        projection, a = projection1, a1
-    at, count = pages_of_pair(table, slot, projection, ENTRIES, PAGES, WIDE)
-    if PDL:
+        of, a = map1, a1
+    if PDL and not EARLY:
         gdc_wait()
         gdc_launch_dependents()
     expert = tl.load(experts + pair)
+    own_expert = tl.minimum(expert, COUNT - 1)
+    at, count = pages_of_pair(table, slot, of, own_expert, MAPS, STRIDE, PAGES, WIDE)
     # Another rank's expert is behind the last.
     count = tl.where(expert < COUNT, count, 0)
-    matrix = matrix0 + expert.to(tl.int64)
+    if PDL and EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
     r = tl.arange(0, RANKS)
     own = x + (pair // SHARED).to(tl.int64) * INPUTS
     each: tl.constexpr = RANKS // 8
     for start in range(tl.program_id(2) * each, count, tl.num_programs(2) * each):
-        rows, used = rank_rows(at, start, count, r, matrix, matrices, INPUTS)
+        rows, used = rank_rows(at, start, r, layer, layers, INPUTS, PAGES)
         total = tl.zeros([RANKS, BLOCK_K], dtype=tl.float32)
         for k0 in tl.range(0, INPUTS, BLOCK_K, loop_unroll_factor=UNROLL):
             k = k0 + tl.arange(0, BLOCK_K)
@@ -170,9 +188,9 @@ def _shrink(
 @triton.jit(do_not_specialize=UNSPECIALIZED)  # type: ignore[untyped-decorator]
 def _expand(
     y: "Any", shrunk: "Any", bt: "Any", experts: "Any", slots: "Any", table: "Any",
-    projection0: "Any", matrix0: "Any", matrices: "Any", y_stride: "Any",
+    map0: "Any", layer: "Any", layers: "Any", y_stride: "Any",
     OUTPUTS: tl.constexpr, COUNT: tl.constexpr,
-    ENTRIES: tl.constexpr, PAGES: tl.constexpr, WIDE: tl.constexpr,
+    MAPS: tl.constexpr, STRIDE: tl.constexpr, PAGES: tl.constexpr, WIDE: tl.constexpr,
     BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ) -> None:
     """Program (pair, block of columns): y[p, n] += the pair's delta."""
@@ -184,11 +202,9 @@ def _expand(
     slot = tl.load(slots + pair)
     if (slot >= 0) & (expert < COUNT):
         n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-        at, count = pages_of_pair(table, slot, projection0, ENTRIES, PAGES, WIDE)
-        delta = pair_delta(
-            shrunk + pair * (PAGES * 8), bt, at, count, matrix0 + expert.to(tl.int64), n,
-            OUTPUTS, matrices,
-        )
+        at, count = pages_of_pair(table, slot, map0, expert, MAPS, STRIDE, PAGES, WIDE)
+        own = shrunk + pair * (PAGES * 8)
+        delta = pair_delta(own, bt, at, count, n, OUTPUTS, layer, layers, PAGES)
         out = y + pair.to(tl.int64) * y_stride + n
         before = tl.load(out, mask=n < OUTPUTS, other=0.0).to(tl.float32)
         tl.store(out, (before + delta).to(y.dtype.element_ty), mask=n < OUTPUTS)
@@ -204,19 +220,23 @@ class PairDeltas:
     """A step's adapters of experts, where kernels find them.
 
     slots: int32 [tokens], each token's adapter slot; -1: the base model's.
-    table: int32 [slots, projections, pages], an adapter's pages; -1 behind its last one.
-    pools: (A, Bt) of each projection, [pages, layers' experts, 8, width] each.
+    table: int32 [slots, maps, experts, pages], an adapter's pages of each map of the experts; -1
+    behind the last one.
+    pools: (A, Bt) of each projection, [pages, layers with experts, 8, width] each.
+    maps: each projection's index in the table.
     """
 
     slots: Tensor
     table: Tensor
     pools: tuple[tuple[Tensor, Tensor], ...]
+    maps: tuple[int, ...]
 
     @property
     def sizes(self) -> dict[str, int]:
         """Return the table's constants."""
-        _, entries, pages = self.table.shape
-        return {"ENTRIES": entries, "PAGES": pages, "WIDE": triton.next_power_of_2(pages)}
+        _, maps, experts, pages = self.table.shape
+        wide = triton.next_power_of_2(pages)
+        return {"MAPS": maps, "STRIDE": experts * pages, "PAGES": pages, "WIDE": wide}
 
     def shrink(
         self,
@@ -224,13 +244,16 @@ class PairDeltas:
         experts: Tensor,
         slots: Tensor,
         projections: tuple[int, ...],
-        first: int,
+        layer: int,
         count: int,
+        early: bool = False,
     ) -> Tensor:
         """float32 [projections, pairs, rows]; what an adapter does not have is left undefined.
 
         x: [tokens or pairs, in], contiguous. experts: int64 [pairs], `count` and more for other
-        ranks'. slots: int32 [tokens or pairs]. projections: one or two, of the same inputs.
+        ranks'. slots: int32 [tokens or pairs]. projections: one or two, of the same inputs. layer:
+        its index among those with experts. early: whether the kernel ahead of this one waited for
+        what wrote experts.
         """
         (_, inputs), pairs = x.shape, experts.numel()
         pages, pdl = self.table.shape[2], has_dependent_launch(x.device)
@@ -243,11 +266,12 @@ class PairDeltas:
             **{
                 "BLOCK_K": min(SHRINK_COLUMNS, triton.next_power_of_2(inputs)),
                 "UNROLL": SHRINK_UNROLLED,
-                "PDL": pdl,
+                **{"EARLY": early, "PDL": pdl},
             },
         }
         tensors = [x, shrunk, *own, experts, slots, self.table]
-        at = (projections[0], projections[-1], first, own[0].shape[1])
+        maps = (self.maps[each] for each in (projections[0], projections[-1]))
+        at = (*maps, layer, own[0].shape[1])
         kinds = (x.device, x.dtype, own[0].dtype, experts.dtype, aligned(*tensors))
         key = (*kinds, *constants.values())
         grid = (pairs, len(projections), pages if pairs <= FEW_PAIRS else 1)
@@ -262,17 +286,17 @@ class PairDeltas:
         experts: Tensor,
         tokens: Tensor,
         projection: int,
-        first: int,
+        layer: int,
         count: int,
         offset: int,
     ) -> None:
         """Add a projection's deltas to y [pairs, out], from column `offset` on.
 
-        x: [pairs, in]. experts, tokens: int64 [pairs], those of each pair. first: the layer's first
-        expert, counted over all layers; count: this rank's experts.
+        x: [pairs, in]. experts, tokens: int64 [pairs], those of each pair. layer: its index among
+        those with experts; count: this rank's experts.
         """
         slots = self.slots[tokens]
-        shrunk = self.shrink(x.contiguous(), experts, slots, (projection,), first, count)
+        shrunk = self.shrink(x.contiguous(), experts, slots, (projection,), layer, count)
         bt, pdl = self.pools[projection][1], has_dependent_launch(x.device)
         part, outputs = y[:, offset:], bt.shape[3]
         columns = min(EXPAND_COLUMNS, triton.next_power_of_2(outputs))
@@ -285,5 +309,5 @@ class PairDeltas:
         forms = (stride % 16 == 0, stride == 1, aligned(*tensors))
         key = (y.device, y.dtype, bt.dtype, experts.dtype, *forms, *constants.values())
         grid = (len(y), -(-outputs // columns))
-        arguments = [*tensors, projection, first, bt.shape[1], stride]
+        arguments = [*tensors, self.maps[projection], layer, bt.shape[1], stride]
         _EXPAND(key, grid, arguments, constants, {"num_warps": 2, **launch_options(pdl)})

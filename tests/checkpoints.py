@@ -227,7 +227,8 @@ class AdapterRecipe:
     extra: further keywords for LoraConfig (rank_pattern, alpha_pattern, ...).
     save_embeddings: whether the base weights of adapted embeddings and heads are saved too.
     modules: factors of routed experts as modules of single experts, which PEFT over transformers 4
-    wrote; "joined": as PEFT saves those again; "shared": some are the same for all experts.
+    wrote; "joined": as PEFT saves those again; "shared": some are the same for all experts; "few":
+    of some experts alone.
     """
 
     r: int = 4
@@ -239,7 +240,7 @@ class AdapterRecipe:
     std: float = 0.1
     extra: dict[str, Any] = field(default_factory=dict)
     save_embeddings: bool | Literal["auto"] = "auto"
-    modules: Literal["", "single", "joined", "shared"] = ""
+    modules: Literal["", "single", "joined", "shared", "few"] = ""
 
 
 def write_adapter(folder: Path, model_folder: Path, recipe: AdapterRecipe | None = None) -> Path:
@@ -275,6 +276,8 @@ def write_adapter(folder: Path, model_folder: Path, recipe: AdapterRecipe | None
         split_experts(folder, recipe)
     if recipe.modules == "shared":
         share_factors(folder)
+    if recipe.modules == "few":
+        keep_few(folder)
     if recipe.modules == "joined":
         joined: Any = PeftModel.from_pretrained(load_oracle(model_folder), str(folder))
         joined.save_pretrained(str(folder))
@@ -339,6 +342,27 @@ def share_factors(folder: Path) -> None:
 
 
 _SHORT = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+
+
+def keep_few(folder: Path) -> None:
+    """Set the factors of most experts to zero, and leave those out of a file beside.
+
+    One expert keeps all maps, and another one the map down of every second layer.
+    """
+    file = "adapter_model.safetensors"
+    tensors = load_file(folder / file)
+    few = dict(tensors)
+    for key in tensors:
+        if found := re.search(r"\.(\d+)\.\w+\.experts\.(\d+)\.(\w+)\.lora_([AB])", key):
+            layer, expert, name, side = found.groups()
+            is_second = expert == "2" and int(layer) % 2 and name in ("down_proj", "w2")
+            if expert != "1" and not is_second:
+                del few[key]
+                tensors[key] = tensors[key] * (side == "A")
+    save_file(tensors, folder / file, metadata={"format": "pt"})
+    (folder / SHARED).mkdir()
+    save_file(few, folder / SHARED / file, metadata={"format": "pt"})
+    shutil.copy(folder / "adapter_config.json", folder / SHARED)
 
 
 def load_oracle(folder: Path, dtype: DTypeName = "float32") -> Any:

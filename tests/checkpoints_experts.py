@@ -45,6 +45,7 @@ def converted(variant: str) -> dict[str, AdapterRecipe]:
 
     trained: by today's PEFT. modules: a module for each expert. joined: those, saved again.
     shared: modules of which all experts share a factor, served from tensors of three dimensions.
+    few: modules of some experts; PEFT reads zeros for the others.
     """
     targets = _targets(variant in ("mixtral", "minimax_m2"))
 
@@ -56,4 +57,5 @@ def converted(variant: str) -> dict[str, AdapterRecipe]:
         "modules": recipe(98, modules="single"),
         "joined": recipe(99, modules="joined"),
         "shared": recipe(100, modules="shared"),
+        "few": recipe(101, modules="few"),
     }

@@ -118,7 +118,8 @@ class FetchedAdapter(msgspec.Struct, frozen=True):
 class AdapterShape(msgspec.Struct, frozen=True):
     """The memory of a staged adapter.
 
-    num_pages: pages of 8 LoRA rank rows, for each of the model's projections in the model's order.
+    num_pages: pages of 8 LoRA rank rows, for each of the model's projections in the model's order;
+    of routed experts a page is one expert's.
     host_bytes: bytes of this rank's slices in the host tier.
     """
 

@@ -95,6 +95,10 @@ def startup_info(reports: Sequence[LoadReport], speculation: SpeculationConfig) 
     """What start-up selected, as text."""
     first, pages = reports[0], common([report.capacity for report in reports])
     adapters = f"{pages.adapter_pages} of 8 rank rows a projection, {pages.adapter_slots} slots"
+    own = zip(pages.projections, pages.pages, strict=True)
+    of_experts = [count for name, count in own if name.startswith("experts.")]
+    if of_experts:
+        adapters += f"; {min(of_experts)} of 8 rows of one expert for each of the experts' maps"
     return {
         "device": f"{first.device} x {len(reports)}, {first.dtype}",
         "attention": first.attention,

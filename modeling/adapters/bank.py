@@ -6,17 +6,19 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
+from torch import Tensor
 
 from configs.wire.adapters import AdapterKey, AdapterShape, FetchedAdapter
 from modeling.adapters.device_adapter import DeviceAdapter, Pool
 from modeling.adapters.device_copies import CopyEvent, DeviceCopies
+from modeling.adapters.expert_pages import runs
 from modeling.adapters.file_factors import FileBLoads
 from modeling.adapters.host_cache import (
     HostAdapterCache,
     HostCacheSize,
     StagedAdapter,
 )
-from modeling.adapters.host_pages import PAGE_ROWS
+from modeling.adapters.host_pages import PAGE_ROWS, HostPage
 from modeling.adapters.output_rows import OutputRows
 from modeling.adapters.pool_sizes import copy_bytes, linear_bytes, page_bytes
 from modeling.adapters.projection import (
@@ -54,7 +56,8 @@ class BankSize:
     host_bytes: bytes of the pool of staged adapters.
     copies: pages, of one matrix each, in the pools of whole embeddings and heads.
     vocabulary_pages: pages in the pools of their factors; None: as in the others.
-    expert_pages: pages in the pools of experts' factors; None: as in the others.
+    expert_pages: 8 rank rows of every expert that the pools of experts' factors hold; None: as many
+    as the others have pages.
     """
 
     pages: int
@@ -75,8 +78,9 @@ class BankSize:
             return min(self.slots, self.pages)  # Each adapter takes one.
         if projection.kind in WHOLE_KINDS and self.vocabulary_pages is not None:
             return self.vocabulary_pages
-        if projection.kind is ProjectionKind.EXPERTS and self.expert_pages is not None:
-            return self.expert_pages
+        if projection.experts is not None:
+            own = self.pages if self.expert_pages is None else self.expert_pages
+            return own * projection.experts.most
         return self.pages
 
 
@@ -86,8 +90,9 @@ class AdapterBank:
     `stage` and `drop` may run on any thread, beside steps. `load` and `in_use` must run on the
     thread that launches steps: they order copies and kernels.
 
-    page_table: int32 [slots, projections, pages of max_rank], on the device; of experts -1 behind
-    an adapter's last page.
+    page_table: int32 [slots, projections, pages of max_rank], on the device; not those of experts.
+    expert_table: int32 [slots, maps of experts, experts, pages of max_rank], alike; -1 where an
+    adapter has no page. expert_maps: each projection's index in it; -1 where it has none.
     ranks: int32 [slots, projections, layers], on the device; without experts.
     embedding, head, norms: the index of each one's projection; None where adapters cannot change
     it.
@@ -117,22 +122,22 @@ class AdapterBank:
         self.head = kinds.get(ProjectionKind.HEAD)
         self.norms = kinds.get(ProjectionKind.NORMS)
         self.token_rows = _token_rows(kinds)
-        self.pools = tuple(
-            _empty_pool(p, size.pages_of(p), dtype, device) for p in self.projections
-        )
-        ranked = [p for p in self.projections if p.kind is not ProjectionKind.EXPERTS]
-        layers = max((p.num_ranked for p in ranked), default=0)
+        counts = zip(self.projections, self.pool_pages, strict=True)
+        self.pools = tuple(_empty_pool(own, pages, dtype, device) for own, pages in counts)
+        layers = max((p.num_ranked for p in self.projections if p.experts is None), default=0)
         of_slots = (size.slots, len(self.projections))
         pages = -(-size.max_rank // PAGE_ROWS)
         self.page_table = torch.zeros(*of_slots, pages, dtype=torch.int32, device=device)
         self.ranks = torch.zeros(*of_slots, layers, dtype=torch.int32, device=device)
+        own = _expert_table(self.projections, size.slots, pages, device)
+        self.expert_maps, self.expert_table = own
         shape = (*of_slots, len(OutputRows._fields))
         self.output_rows = torch.full(shape, -1, dtype=torch.int32, device=device)
         # The source of a slot's tables on the device: rewritten only after the slot's last copy.
         on_cuda = device.type == "cuda"
-        self._host_table, self._host_ranks, self._host_output_rows = (
-            torch.zeros(table.shape, dtype=torch.int32, pin_memory=on_cuda)
-            for table in (self.page_table, self.ranks, self.output_rows)
+        tables = (self.page_table, self.ranks, self.output_rows, self.expert_table)
+        self._host_table, self._host_ranks, self._host_output_rows, self._host_experts = (
+            torch.zeros(table.shape, dtype=torch.int32, pin_memory=on_cuda) for table in tables
         )
         self._loaded: list[DeviceAdapter | None] = [None] * size.slots
         # Slots of adapters that change more than linear maps, which few do: each step looks here.
@@ -185,8 +190,8 @@ class AdapterBank:
         """
         staged = self._host_cache.find(key)
         table = [list(part) for part in pages]
-        counts = [len(part) for part in staged.pages]
-        assert [len(part) for part in table] == counts, (key, table, counts)
+        counts = staged.shape.num_pages
+        assert tuple(map(len, table)) == counts, (key, table, counts)
         if slot in self._copy_of_slot:
             # The slot's host tables are still the source of its last copy. The wait is long over,
             # unless a slot is loaded twice at once.
@@ -257,6 +262,9 @@ class AdapterBank:
 
     def _copy(self, staged: StagedAdapter, slot: int, table: list[list[int]]) -> None:
         for i, (pool, pages, part) in enumerate(zip(self.pools, staged.pages, table, strict=True)):
+            if i in staged.experts:
+                _copy_joined(pages[0], pool, part)
+                continue
             for page, index in zip(pages, part, strict=True):
                 page.a.copy_to(pool.a[index].flatten(0, 1))
                 if i not in staged.file_b:
@@ -270,13 +278,17 @@ class AdapterBank:
     ) -> None:
         rows = self._host_table[slot].zero_()
         for projection, row, part in zip(self.projections, rows, table, strict=True):
-            if projection.kind is ProjectionKind.EXPERTS:
-                row.fill_(-1)  # Kernels read how many there are here: `ranks` has none of experts.
-            # No kernel reads the pages of these.
-            if projection.kind is not ProjectionKind.SCORE:
+            # No kernel reads the pages of these here.
+            if projection.kind not in (ProjectionKind.SCORE, ProjectionKind.EXPERTS):
                 # A page of scales alone may lie behind those of the largest rank.
                 named = part[: len(row)]
                 row[: len(named)] = torch.tensor(named, dtype=torch.int32)
+        of_experts = self._host_experts[slot].fill_(-1)
+        for i, each in staged.experts.items():
+            numbers = torch.tensor(table[i], dtype=torch.int32).view(each.chunks, each.count)
+            of_map = of_experts[self.expert_maps[i], :, : each.chunks]
+            of_map[list(each.own)] = numbers[:, : len(each.own)].t()
+        self.expert_table[slot].copy_(of_experts, non_blocking=True)
         self._host_ranks[slot] = staged.ranks[:, : self._host_ranks.shape[2]]
         self.page_table[slot].copy_(rows, non_blocking=True)
         self.ranks[slot].copy_(self._host_ranks[slot], non_blocking=True)
@@ -291,10 +303,31 @@ def _token_rows(kinds: Mapping[ProjectionKind, int]) -> tuple[int, int] | None:
     return (rows[0], rows[1]) if rows else None
 
 
+def _expert_table(
+    projections: Sequence[Projection], slots: int, pages: int, device: torch.device
+) -> tuple[tuple[int, ...], Tensor]:
+    """Return `expert_maps` and `expert_table` of a bank."""
+    found = {i: each.experts for i, each in enumerate(projections) if each.experts is not None}
+    maps = {index: number for number, index in enumerate(found)}
+    most = max((len(each.own) for each in found.values()), default=0)
+    shape = (slots, len(maps), most, pages)
+    table = torch.full(shape, -1, dtype=torch.int32, device=device)
+    return tuple(maps.get(i, -1) for i in range(len(projections))), table
+
+
+def _copy_joined(pages: HostPage, pool: Pool, indices: Sequence[int]) -> None:
+    """Queue copies of pages that are as one; neighbours in the pool are copied together."""
+    height = pool.a.shape[1] * PAGE_ROWS
+    for part in runs(indices, 1):
+        target = slice(indices[part.start], indices[part.stop - 1] + 1)
+        pages.a.copy_to(pool.a[target].flatten(0, 2), part.start * height)
+        pages.bt.copy_to(pool.bt[target].flatten(0, 2), part.start * height)
+
+
 def _empty_pool(
     projection: Projection, pages: int, dtype: torch.dtype, device: torch.device
 ) -> Pool:
-    shape = (pages, projection.num_layers, PAGE_ROWS)
+    shape = (pages, projection.page_layers, PAGE_ROWS)
     return Pool(
         a=torch.empty(*shape, projection.local_inputs, dtype=dtype, device=device),
         bt=torch.empty(*shape, projection.local_outputs, dtype=dtype, device=device),

@@ -7,16 +7,18 @@ from itertools import starmap
 import torch
 from torch import Tensor
 
+from modeling.adapters.expert_pages import ExpertPages, runs
 from modeling.adapters.host_cache import StagedAdapter
 from modeling.adapters.host_pages import PAGE_ROWS
 from modeling.adapters.output_rows import OutputRows
+from modeling.transfer import ints
 
 
 @dataclass(frozen=True)
 class Pool:
     """One projection's rank rows: a [pages, layers, 8, in], bt [pages, layers, 8, out].
 
-    The widths are this rank's own slices.
+    The widths are this rank's own slices. A page of a map of experts is of one expert.
     """
 
     a: Tensor
@@ -36,8 +38,50 @@ class Factors:
     bt: Tensor
 
 
+class ExpertStacks:
+    """A loaded adapter's factors of one map of the experts.
+
+    experts: those of this rank's that have some, ascending.
+    """
+
+    def __init__(self, pool: Pool, pages: list[int], own: ExpertPages) -> None:
+        """pages: as `ExpertPages` orders them."""
+        self.experts = own.own
+        self._pool = pool
+        device = pool.a.device
+        of_chunks = [pages[chunk.start : chunk.stop] for chunk in own.of_chunks]
+        self._pages = [
+            slice(each[0], each[-1] + 1) if len([*runs(each, 1)]) == 1 else ints(each, device)
+            for each in of_chunks
+        ]
+        self._numbers = None
+        if len(own.own) < own.local:
+            numbers = [len(own.own)] * (own.local + 1)
+            for number, expert in enumerate(own.own):
+                numbers[expert] = number
+            self._numbers = ints(numbers, device)
+
+    def numbers(self, ids: Tensor) -> Tensor:
+        """Return the experts' numbers among `experts`; those of others are behind the last.
+
+        ids: this rank's experts; those of other ranks are behind the last.
+        """
+        return ids if self._numbers is None else self._numbers[ids]
+
+    def at(self, layer: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield each 8 rank rows of all `experts`: a [experts, 8, in], bt [experts, 8, out].
+
+        layer: its index among those with experts.
+        """
+        for pages in self._pages:
+            yield self._pool.a[pages, layer], self._pool.bt[pages, layer]
+
+
 class DeviceAdapter:
-    """An adapter on the device: its pages in the pools, and its true ranks."""
+    """An adapter on the device: its pages in the pools, and its true ranks.
+
+    experts: its factors of each map of the experts, by the projection.
+    """
 
     def __init__(
         self, pools: tuple[Pool, ...], pages: list[list[int]], staged: StagedAdapter
@@ -48,6 +92,9 @@ class DeviceAdapter:
         self._ranks: list[list[int]] = staged.ranks.tolist()
         own = zip(pools, pages, staged.output_rows, strict=True)
         self._output_rows = tuple(starmap(_rows_in_pool, own))
+        self.experts = {
+            i: ExpertStacks(pools[i], pages[i], each) for i, each in staged.experts.items()
+        }
         self._views: dict[tuple[int, int], Factors] = {}
 
     def rank(self, projection: int, layer: int) -> int:
@@ -56,13 +103,7 @@ class DeviceAdapter:
 
     def adapts(self, projection: int) -> bool:
         """Return whether it changes a projection in some layer."""
-        return any(self._ranks[projection])
-
-    def stacked(self, projection: int, first: int, count: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield each page's rows of consecutive layers: a [count, 8, in], bt [count, 8, out]."""
-        pool = self._pools[projection]
-        for page in self._pages[projection]:
-            yield pool.a[page, first : first + count], pool.bt[page, first : first + count]
+        return bool(self._pages[projection])
 
     def factors(self, projection: int, layer: int) -> Factors:
         """Return the first `rank` rows of both factors, through the page table.

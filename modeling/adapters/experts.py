@@ -1,20 +1,20 @@
 """Adapters of routed experts and of routers, in steps that are not captured.
 
-    y[p, o + j] += sum_r (sum_i x[p, i] A[l E + e(p), r, i]) Bt[l E + e(p), r, j]
+    y[p, o + j] += sum_r (sum_i x[p, i] A[e(p), l, r, i]) Bt[e(p), l, r, j]
 
-p: a token and one of the experts that compute it; e(p): that expert, of this rank's E; l: the index
-of the layer among those that have experts. Pairs are sorted by expert, so that each page is two
-grouped products.
+p: a token and one of the experts that compute it; e(p): that expert; l: the index of the layer
+among those that have experts. Pairs are sorted by expert, so that each 8 rank rows are two grouped
+products, of the experts that have some.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from modeling.adapters.bank import DeviceAdapter
+from modeling.adapters.device_adapter import DeviceAdapter, ExpertStacks
 from modeling.adapters.product import TokenGroup
 from modeling.adapters.projection import ModulePosition
 
@@ -71,25 +71,56 @@ class RoutedPairs:
 
 
 @dataclass(frozen=True)
-class RoutedAdapter:
-    """The pairs of one adapter's tokens; at: their rows in the step's sorted pairs."""
+class OwnPairs:
+    """The pairs of an adapter's tokens with experts of which it has factors, in their order.
 
-    adapter: DeviceAdapter
+    at: their rows in the step's sorted pairs; ends: as `RoutedPairs`. others: bool [pairs, 1],
+    which pairs are of other experts, behind all; None without.
+    """
+
     at: Tensor
     ends: Tensor
+    others: Tensor | None
 
-    def add(self, y: Tensor, x: Tensor, projection: int, first: int, offset: int) -> None:
+
+@dataclass(frozen=True)
+class RoutedAdapter:
+    """The pairs of one adapter's tokens.
+
+    ids: int64 [pairs], their experts. at: their rows in the step's sorted pairs.
+    """
+
+    adapter: DeviceAdapter
+    ids: Tensor
+    at: Tensor
+    _found: dict[tuple[int, ...], OwnPairs] = field(default_factory=dict)
+
+    def add(self, y: Tensor, x: Tensor, projection: int, layer: int, offset: int) -> None:
         """Add the deltas of a projection to y [pairs, out], from column `offset` on.
 
-        x: [pairs, in]. first: the layer's first expert, counted over all layers.
+        x: [pairs, in]. layer: its index among those with experts.
         """
-        if not self.adapter.adapts(projection):
+        stacks = self.adapter.experts.get(projection)
+        if stacks is None or not stacks.experts:
             return
-        inputs = x[self.at]
-        for a, bt in self.adapter.stacked(projection, first, len(self.ends)):
-            shrunk = grouped_product(inputs, a.transpose(1, 2), self.ends)
-            delta = grouped_product(shrunk, bt, self.ends)
-            y[:, offset : offset + delta.shape[1]].index_add_(0, self.at, delta)
+        pairs = self._pairs(stacks)
+        inputs = x[pairs.at]
+        for a, bt in stacks.at(layer):
+            shrunk = grouped_product(inputs, a.transpose(1, 2), pairs.ends)
+            delta = grouped_product(shrunk, bt, pairs.ends)
+            if pairs.others is not None:
+                delta.masked_fill_(pairs.others, 0)
+            y[:, offset : offset + delta.shape[1]].index_add_(0, pairs.at, delta)
+
+    def _pairs(self, stacks: ExpertStacks) -> OwnPairs:
+        """Return the pairs with some experts; most often they are the same for all maps."""
+        if stacks.experts not in self._found:
+            count = len(stacks.experts)
+            numbers = stacks.numbers(self.ids)
+            own = RoutedPairs.of(numbers, count)
+            others = None if numbers is self.ids else (numbers[own.rows] == count).unsqueeze(1)
+            self._found[stacks.experts] = OwnPairs(self.at[own.rows], own.ends, others)
+        return self._found[stacks.experts]
 
 
 def route(groups: Sequence[TokenGroup], ids: Tensor, pairs: RoutedPairs) -> list[RoutedAdapter]:
@@ -97,12 +128,8 @@ def route(groups: Sequence[TokenGroup], ids: Tensor, pairs: RoutedPairs) -> list
     sorted_at = torch.empty_like(pairs.rows)
     sorted_at[pairs.rows] = torch.arange(len(sorted_at), device=sorted_at.device)
     by_token = sorted_at.view(ids.shape)
-    found = []
-    for group in groups:
-        own = RoutedPairs.of(ids[group.rows].flatten(), len(pairs.ends))
-        at = by_token[group.rows].flatten()[own.rows]
-        found.append(RoutedAdapter(group.adapter, at, own.ends))
-    return found
+    rows = ((group.adapter, group.rows) for group in groups)
+    return [RoutedAdapter(own, ids[at].flatten(), by_token[at].flatten()) for own, at in rows]
 
 
 def add_routing(y: Tensor, x: Tensor, groups: Sequence[TokenGroup], at: ModulePosition) -> Tensor:

@@ -27,10 +27,11 @@ from configs.wire.adapters import (
     FetchedAdapter,
 )
 from modeling.adapters.chunk_layout import ChunkLayout, RowRange, lay_out
+from modeling.adapters.expert_pages import ExpertPages
 from modeling.adapters.file_factors import FileB, find_in_file
 from modeling.adapters.host_pages import PAGE_ROWS, HostMatrix, HostPage, write_row
 from modeling.adapters.merge import OpenAdapter, open_fetched
-from modeling.adapters.output_rows import OutputRows, added_bias, output_rows
+from modeling.adapters.output_rows import OutputRows, added_bias, output_rows, page_counts
 from modeling.adapters.peft_adapter import PART_BYTES
 from modeling.adapters.pinned_pool import PinnedPool
 from modeling.adapters.pool_sizes import chunk_size
@@ -66,11 +67,12 @@ _KEPT_BYTES = 31 * 2**20
 class StagedAdapter:
     """An adapter in host memory.
 
-    pages: for each projection.
+    pages: for each projection; those of a map of experts are as one.
     ranks: the true ones, int32 [projections, layers]; 0 where a layer is not adapted.
     chunks: of the pinned pool, in pieces.
     shape: pages and bytes, as the driver counts them.
     output_rows: for each projection, rows of Bt behind all LoRA rank rows.
+    experts: pages of maps of experts, by their projection.
     file_b: the projections with Bt's pages that hold B as it lies in the file.
     """
 
@@ -79,6 +81,7 @@ class StagedAdapter:
     chunks: list[range]
     shape: AdapterShape
     output_rows: tuple[OutputRows, ...]
+    experts: Mapping[int, ExpertPages] = field(default_factory=dict)
     file_b: Mapping[int, FileB] = field(default_factory=dict)
 
 
@@ -224,9 +227,7 @@ class HostAdapterCache:
         largest: list[int] = ranks.amax(1).tolist()
         rows = output_rows(self._projections, largest, opened.is_scaled, opened.is_biased)
         # Checked before memory is allocated: shapes come from the header, so refusing is cheap.
-        num_pages = tuple(
-            -(-own.behind(rank) // PAGE_ROWS) for rank, own in zip(largest, rows, strict=True)
-        )
+        num_pages = page_counts(largest, rows, opened.expert_pages)
         num_chunks = self._layout(num_pages, itertools.repeat(1)).num_pieces
         shape = AdapterShape(num_pages, num_chunks * self.pool.chunk_bytes)
         self._check_fits(shape)
@@ -248,7 +249,7 @@ class HostAdapterCache:
             self.pool.free(chunks)
             raise
         file_b = {} if factors is None else factors.of_b
-        return StagedAdapter(pages, ranks, chunks, shape, rows, file_b)
+        return StagedAdapter(pages, ranks, chunks, shape, rows, opened.expert_pages, file_b)
 
     def _check_fits(self, shape: AdapterShape) -> None:
         """Refuse an adapter that would not fit into empty pools."""
@@ -256,6 +257,8 @@ class HostAdapterCache:
         for projection, count, most in needs:
             if count > most:
                 setting = _SETTINGS.get(projection.kind, "device_pages")
+                if projection.experts:
+                    setting += f" to {-(-count // projection.experts.most)}"
                 raise AdapterError(
                     AdapterRefusal.TOO_LARGE,
                     f"the adapter needs {count} pages of {projection.name}, this server's pool "
@@ -272,9 +275,8 @@ class HostAdapterCache:
         """Lay out an adapter's pages; pieces: how many chunks each has."""
         matrices = []
         for projection, count in zip(self._projections, num_pages, strict=True):
-            rows = projection.num_layers * PAGE_ROWS
-            widths = (projection.local_inputs, projection.local_outputs)
-            matrices += [(rows, width) for width in widths] * count
+            pages, rows = _host_pages(projection, count)
+            matrices += [(rows, projection.local_inputs), (rows, projection.local_outputs)] * pages
         chunk = self.pool.chunk_bytes // self._dtype.itemsize
         return lay_out(matrices, (count * chunk for count in pieces))
 
@@ -284,8 +286,10 @@ class HostAdapterCache:
         layout = self._layout(num_pages, map(len, chunks))
         matrices = (self._matrix(ranges, chunks) for ranges in layout.matrices)
         return tuple(
-            tuple(HostPage(next(matrices), next(matrices)) for _ in range(count))
-            for count in num_pages
+            tuple(
+                HostPage(next(matrices), next(matrices)) for _ in range(_host_pages(own, count)[0])
+            )
+            for own, count in zip(self._projections, num_pages, strict=True)
         )
 
     def _matrix(self, ranges: Sequence[RowRange], chunks: Sequence[range]) -> HostMatrix:
@@ -317,8 +321,8 @@ class HostAdapterCache:
     ) -> None:
         """Read an adapter's modules into its pages, cut to this rank."""
         for stack in adapter.stacks(self._scratch()):
-            own, behind = pages[stack.projection], output_rows[stack.projection]
-            self._write_stack(stack, own, behind, sums)
+            index, experts = stack.projection, adapter.expert_pages.get(stack.projection)
+            self._write_stack(stack, pages[index], output_rows[index], sums, experts)
         for matrix in adapter.read_matrices():
             index = matrix.position.projection
             parts = torch.split(matrix.rows, self._projections[index].num_layers * PAGE_ROWS)
@@ -334,7 +338,12 @@ class HostAdapterCache:
         return found
 
     def _write_stack(
-        self, stack: LoraStack, pages: Sequence[HostPage], behind: OutputRows, sums: SummedRows
+        self,
+        stack: LoraStack,
+        pages: Sequence[HostPage],
+        behind: OutputRows,
+        sums: SummedRows,
+        experts: ExpertPages | None,
     ) -> None:
         """Write a stack into the pages of its projection; behind: its rows behind LoRA's."""
         projection = self._projections[stack.projection]
@@ -350,6 +359,9 @@ class HostAdapterCache:
             bt = (bt * scales.unsqueeze(1)).to(self._dtype)
             # Less 1, as it is near 1: half precision keeps more of it so.
             changes = (scales - 1).to(self._dtype)
+        if experts is not None:
+            experts.write(pages[0], projection, stack.layers, a, bt)
+            return
         for index in range(-(-a.shape[1] // PAGE_ROWS)):
             rows = slice(index * PAGE_ROWS, (index + 1) * PAGE_ROWS)
             pages[index].a.write_layers(stack.layers, a[:, rows])
@@ -359,6 +371,13 @@ class HostAdapterCache:
         if behind.bias >= 0:
             added = added_bias(stack, projection, self._base_linears, changes)
             write_row(pages, behind.bias, stack.layers, added)
+
+
+def _host_pages(projection: Projection, num_pages: int) -> tuple[int, int]:
+    """Return how many pages there are in host memory, and the rows of each."""
+    rows = projection.page_layers * PAGE_ROWS
+    is_one = projection.kind is ProjectionKind.EXPERTS
+    return (min(num_pages, 1), num_pages * rows) if is_one else (num_pages, rows)
 
 
 def _keep_freed_memory() -> None:

@@ -1,6 +1,7 @@
 """Pages of staged adapters in host memory.
 
-A page of a projection has two matrices, A and Bt, each [layers * 8, width].
+A page of a projection has two matrices, A and Bt, each [layers * 8, width]. All pages of a map of
+experts are as one page, [pages * layers * 8, width].
 """
 
 from bisect import bisect_right
@@ -54,6 +55,23 @@ class HostMatrix:
             padded[:, :count] = rows
             rows = padded
         self._write_pages(layers[0] * PAGE_ROWS, rows)
+
+    def write_spaced(self, first: int, step: int, rows: Tensor) -> None:
+        """Write blocks of rows, [blocks, n, width], from row `first`, `first + step` ... on."""
+        num_blocks, count, width = rows.shape
+        done = 0
+        while self.ranges and done < num_blocks:
+            start = first + done * step
+            index = bisect_right(self.firsts, start) - 1
+            part = self.ranges[index][start - self.firsts[index] :]
+            whole = min((len(part) - count) // step + 1, num_blocks - done)
+            if whole > 0:
+                target = part.as_strided((whole, count, width), (step * width, width, 1))
+                target.copy_(rows[done : done + whole])
+            else:  # A piece may end within a block.
+                whole = 1
+                self.write(start, rows[done])
+            done += whole
 
     def _write_pages(self, first: int, rows: Tensor) -> None:
         """Write all rows of layers, [layers, 8, width], however they lie in memory.

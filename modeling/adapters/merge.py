@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from math import copysign, sqrt
 from pathlib import Path
 from types import MappingProxyType
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ from torch.nn.functional import pad
 
 from configs.wire.adapters import AdapterError, FetchedAdapter
 from configs.wire.merging import MergeRule, MergeStrategy, SignMethod
+from modeling.adapters.expert_pages import ExpertPages
 from modeling.adapters.faults import refuse
 from modeling.adapters.peft import open_adapter
 from modeling.adapters.peft_adapter import PeftAdapter, reading
@@ -88,6 +90,7 @@ class MergedAdapter:
     digest: str
     is_scaled = False
     is_biased = False
+    expert_pages: ClassVar[Mapping[int, ExpertPages]] = MappingProxyType({})
 
     @property
     def ranks(self) -> dict[ModulePosition, int]:

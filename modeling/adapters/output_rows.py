@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from modeling.adapters.expert_pages import ExpertPages
+from modeling.adapters.host_pages import PAGE_ROWS
 from modeling.adapters.projection import (
     BaseLinear,
     ModulePosition,
@@ -56,6 +58,19 @@ def output_rows(
             own = OutputRows(rank if scaled else -1, rank + scaled if has_bias else -1)
         found.append(own)
     return tuple(found)
+
+
+def page_counts(
+    most: Sequence[int], rows: Sequence[OutputRows], experts: Mapping[int, ExpertPages]
+) -> tuple[int, ...]:
+    """Return how many pages an adapter takes of each pool.
+
+    most, rows: as `output_rows` takes and returns them. experts: by their projection.
+    """
+    return tuple(
+        experts[i].num_pages if i in experts else -(-own.behind(rank) // PAGE_ROWS)
+        for i, (rank, own) in enumerate(zip(most, rows, strict=True))
+    )
 
 
 def added_bias(

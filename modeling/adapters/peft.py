@@ -243,7 +243,7 @@ def _match(keys: Iterable[str], adapter: PeftAdapter, faults: Faults) -> dict[st
                 refuse(f"{missing} is missing beside its partner: the file is incomplete")
     others = (
         *(adapter.ends.matrices, adapter.score, adapter.tokens, adapter.norms.vectors),
-        *(adapter.experts.ranks, adapter.whole.modules),
+        *(adapter.experts.pages, adapter.whole.modules),
     )
     if not (found or any(others) or faults):
         refuse(f"{WEIGHTS_NAME} holds no LoRA tensor: it adapts nothing")
@@ -286,10 +286,8 @@ def _refuse_tensor(key: str, adapter: PeftAdapter) -> NoReturn:
 
 def _check_ranks(adapter: PeftAdapter, max_rank: int) -> None:
     ranks = {module: adapter.plan.rank_of(module) for module in adapter.modules}
-    experts = adapter.experts.ranks
-    widest = max(experts, key=lambda at: experts[at], default=None)
-    if widest is not None:
-        ranks[adapter.projections[widest.projection].name] = experts[widest]
+    for index, own in adapter.experts.pages.items():
+        ranks[adapter.projections[index].name] = own.rank
     for module, rank in ranks.items():
         if rank > max_rank:
             refuse(

@@ -1,7 +1,7 @@
 """A PEFT adapter's files that passed all checks, read stack by stack."""
 
 import itertools
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Self
@@ -13,6 +13,7 @@ from configs.reading import DamagedFile
 from configs.wire.adapters import AdapterRefusal
 from modeling.adapters.biases import BiasTensors
 from modeling.adapters.dora import magnitude_key
+from modeling.adapters.expert_pages import ExpertPages
 from modeling.adapters.factor_names import FactorNames, factor_names
 from modeling.adapters.faults import refuse
 from modeling.adapters.peft_config import LoraPlan
@@ -86,6 +87,11 @@ class PeftAdapter:
     def is_biased(self) -> bool:
         """Return whether it adds to outputs whatever the inputs are."""
         return bool(self.biases.names)
+
+    @property
+    def expert_pages(self) -> Mapping[int, ExpertPages]:
+        """Return the pages of routed experts, by their projection."""
+        return self.experts.pages
 
     @property
     def ranks(self) -> dict[ModulePosition, int]:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
+from modeling.adapters.expert_pages import AdaptedExpert, ExpertPages, pages_of_maps
 from modeling.adapters.faults import refuse
 from modeling.adapters.peft_config import LoraPlan
 from modeling.adapters.peft_ends import PREFIX
@@ -93,17 +94,17 @@ class ExpertParameter:
 class ExpertTensors:
     """What a file adapts of the experts: whole parameters, and modules by their paths.
 
-    foreign: the projections of modules of other ranks' experts. ranks: of every adapted position;
-    the first one's may be larger, so that every rank takes as many pages. scalings: of the modules.
-    shared: factors in tensors of three dimensions.
+    foreign: modules of other ranks' experts. ranks: of every adapted position. scalings: of the
+    modules. shared: factors in tensors of three dimensions. pages: by the projection.
     """
 
     parameters: tuple[ExpertParameter, ...] = ()
     modules: Mapping[str, ModulePosition] = field(default_factory=dict)
-    foreign: Mapping[str, int] = field(default_factory=dict)
+    foreign: Mapping[str, AdaptedExpert] = field(default_factory=dict)
     ranks: Mapping[ModulePosition, int] = field(default_factory=dict)
     scalings: Mapping[str, float] = field(default_factory=dict)
     shared: tuple[SharedFactors, ...] = ()
+    pages: Mapping[int, ExpertPages] = field(default_factory=dict)
 
     @property
     def names(self) -> set[str]:
@@ -180,24 +181,26 @@ def find_experts(
             "use_dora, lora_bias or alora_invocation_tokens with factors of experts: PEFT has no "
             "such adapters; retrain without the experts"
         )
-    _pad_ranks(ranks, plan, foreign)
     scalings = {path: plan.scaling_of(path) for path in modules}
-    return ExpertTensors(parameters, modules, foreign, ranks, scalings, shared)
+    adapted = [(_expert_of(maps, at), rank) for at, rank in ranks.items()]
+    adapted += [(own, plan.rank_of(path)) for path, own in foreign.items()]
+    adapted += [(own, each.rank) for each in shared for own in _all(each.projection, each.count)]
+    for parameter, own_map in ((each, own) for each in parameters for own in each.maps):
+        rank = own_map.ranks.stop - own_map.ranks.start
+        adapted += [(own, rank) for own in _all(own_map.projection, parameter.count)]
+    matrices = {i: each.experts for i, each in maps.items() if each.experts is not None}
+    pages = pages_of_maps(matrices, adapted)
+    return ExpertTensors(parameters, modules, foreign, ranks, scalings, shared, pages)
 
 
-def _pad_ranks(
-    ranks: dict[ModulePosition, int], plan: LoraPlan, foreign: Mapping[str, int]
-) -> None:
-    """Raise a projection's first rank to the largest that an expert of any rank has.
+def _expert_of(maps: Mapping[int, Projection], at: ModulePosition) -> AdaptedExpert:
+    experts = maps[at.projection].experts
+    assert experts is not None
+    return AdaptedExpert(at.projection, experts.own[at.layer % len(experts.own)])
 
-    Plans give all ranks the same number of pages. Rows beyond a true rank are zero.
-    """
-    for projection in set(foreign.values()):
-        most = max(plan.rank_of(path) for path, own in foreign.items() if own == projection)
-        if most > max(
-            (rank for at, rank in ranks.items() if at.projection == projection), default=0
-        ):
-            ranks[ModulePosition(projection, 0)] = most
+
+def _all(projection: int, count: int) -> list[AdaptedExpert]:
+    return [AdaptedExpert(projection, expert) for expert in range(count)]
 
 
 def _parameters(
@@ -310,10 +313,10 @@ def _split(file: TensorFile, found: ExpertParameter) -> ExpertParameter | None:
 
 def _modules(
     file: TensorFile, plan: LoraPlan, maps: Mapping[int, Projection], taken: Container[str]
-) -> tuple[dict[str, ModulePosition], dict[str, int]]:
+) -> tuple[dict[str, ModulePosition], dict[str, AdaptedExpert]]:
     """Return the modules of single experts that a file adapts, in the model's order.
 
-    And the projections of those that are other ranks'. taken: tensors that are read otherwise.
+    And those that are other ranks'. taken: tensors that are read otherwise.
     """
     known = {
         (template.format(layer=number, expert="#")): (i, index)
@@ -324,7 +327,7 @@ def _modules(
     }
     parents = {path for each in maps.values() for path in _parents(each)}
     found: dict[str, ModulePosition] = {}
-    foreign: dict[str, int] = {}
+    foreign: dict[str, AdaptedExpert] = {}
     for key in file.keys():  # noqa: SIM118 - not a dictionary
         path = key.removeprefix(PREFIX).removesuffix(_A)
         is_own = key.endswith(_A) and key not in taken
@@ -340,13 +343,14 @@ def _modules(
                 layer = at[1] * len(own) + expert - own.start
                 found[path] = ModulePosition(at[0], layer)
             elif expert < projection.experts.count:
-                foreign[path] = at[0]
+                foreign[path] = AdaptedExpert(at[0], expert)
         elif named["parent"] in parents:
             refuse(
                 f"{key} is of a module of one expert, which PEFT does not convert for this model: "
                 "retrain it with target_parameters"
             )
-    for path, index in {**{path: at.projection for path, at in found.items()}, **foreign}.items():
+    indices = {path: at.projection for path, at in found.items()}
+    for path, index in (indices | {path: at.projection for path, at in foreign.items()}).items():
         _check_module(file, plan, path, maps[index])
     in_order = sorted(found.items(), key=lambda item: (item[1].projection, item[1].layer))
     return dict(in_order), foreign

@@ -21,10 +21,16 @@ def chunk_size(projections: Sequence[Projection], dtype: torch.dtype) -> int:
 
 
 def page_bytes(projections: Sequence[Projection], dtype: torch.dtype) -> int:
-    """Return the bytes of one page of every pool of factors: the unit of their size."""
+    """Return the bytes of 8 rows of every map with factors: the unit of the pools' size."""
     factors = [p for p in projections if not p.kind.whole and p.kind not in COPIED_KINDS]
-    widths = sum(p.num_layers * (p.local_inputs + p.local_outputs) for p in factors)
+    widths = sum(_layers(p) * (p.local_inputs + p.local_outputs) for p in factors)
     return PAGE_ROWS * dtype.itemsize * widths
+
+
+def _layers(projection: Projection) -> int:
+    """Return how many layers' rows a unit of a pool has: of experts as many as a rank has most."""
+    experts = 1 if projection.experts is None else projection.experts.most
+    return projection.page_layers * experts
 
 
 def linear_bytes(projections: Sequence[Projection], dtype: torch.dtype) -> int:

@@ -99,14 +99,14 @@ class ExpertDeltas(Protocol):
         experts: Tensor,
         tokens: Tensor,
         projection: int,
-        first: int,
+        layer: int,
         count: int,
         offset: int,
     ) -> None:
         """Add a projection's deltas to y [pairs, out], from column `offset` on.
 
-        x: [pairs, in]. experts, tokens: int64 [pairs], those of each pair. first: the layer's first
-        expert, counted over all layers; count: this rank's experts.
+        x: [pairs, in]. experts, tokens: int64 [pairs], those of each pair. layer: its index among
+        those with experts; count: this rank's experts.
         """
         ...
 

@@ -149,6 +149,7 @@ class ExpertMatrices:
     start, total: the map's first output among those of `parameter`, and how many those are.
     older: path templates of the map as a module of each expert, as transformers 4 had it, with the
     layer and the expert left open.
+    shares: where ranks have whole experts, those of each rank.
     """
 
     count: int
@@ -159,6 +160,17 @@ class ExpertMatrices:
     start: int
     total: int
     older: tuple[str, ...] = ()
+    shares: tuple[range, ...] = ()
+
+    @property
+    def ranges(self) -> tuple[range, ...]:
+        """Return the experts of each rank that has others."""
+        return self.shares or (self.own,)
+
+    @property
+    def most(self) -> int:
+        """Return the largest number of experts that a rank has."""
+        return max(map(len, self.ranges))
 
 
 @dataclass(frozen=True)
@@ -181,7 +193,8 @@ class Projection:
     vectors: for norms, their parameters; `base` has the numbers of all of them.
     numbers: the numbers in paths of the layers that have it; () for all from 0 on.
     experts: of a map that each expert has. The e-th of this rank's experts of the i-th of those
-    layers counts as layer i * len(own) + e, and `module` is the path of the experts' module.
+    layers counts as layer i * len(own) + e, and `module` is the path of the experts' module. A page
+    has one expert's rows in all of those layers.
     replaces: for whole linear maps, the index of the map's own projection. copies: the pages of
     their pool, and of that of draft heads. blocks: how many 8 rows are one layer's.
 
@@ -232,6 +245,11 @@ class Projection:
     def num_ranked(self) -> int:
         """Return how many layers have a rank."""
         return 1 if self.kind.is_matrix else self.num_layers // self.blocks
+
+    @property
+    def page_layers(self) -> int:
+        """Return how many layers' rows a page has."""
+        return self.num_layers // (1 if self.experts is None else len(self.experts.own))
 
     @property
     def cuts_inputs(self) -> bool:

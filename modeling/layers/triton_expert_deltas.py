@@ -36,14 +36,14 @@ _SUM, _SUM_DELTAS = Launcher(sum_kernel), Launcher(sum_deltas_kernel)
 class LayerDeltas:
     """A step's adapters of one layer's experts.
 
-    up: the projections of gate and up, or one of both. down: that of down. first: the layer's first
-    expert, counted over all layers.
+    up: the projections of gate and up, or one of both. down: that of down. layer: its index among
+    those with experts.
     """
 
     deltas: PairDeltas
     up: tuple[int, ...]
     down: int
-    first: int
+    layer: int
 
     def of_tokens(self, at: slice) -> "LayerDeltas":
         """Return those of a part of the step's tokens."""
@@ -103,15 +103,21 @@ class LayerDeltas:
 
     def shrink_down(self, inner: Tensor, ids: Tensor, count: int) -> "ShrunkPairs":
         """Shrink inner [pairs, width] for down."""
-        return self._shrunk(inner, ids, (self.down,), count)
+        # The kernel ahead, of gate and up, waited for what wrote ids.
+        return self._shrunk(inner, ids, (self.down,), count, early=True)
 
     def _shrunk(
-        self, x: Tensor, ids: Tensor, projections: tuple[int, ...], count: int
+        self,
+        x: Tensor,
+        ids: Tensor,
+        projections: tuple[int, ...],
+        count: int,
+        early: bool = False,
     ) -> "ShrunkPairs":
         own = self.deltas
-        shrunk = own.shrink(x, ids, own.slots, projections, self.first, count)
+        shrunk = own.shrink(x, ids, own.slots, projections, self.layer, count, early)
         bt = tuple(own.pools[each][1] for each in projections)
-        return ShrunkPairs(own, shrunk, bt, projections, self.first)
+        return ShrunkPairs(own, shrunk, bt, projections, self.layer)
 
 
 @dataclass(frozen=True)
@@ -125,7 +131,7 @@ class ShrunkPairs:
     shrunk: Tensor
     bt: tuple[Tensor, ...]
     projections: tuple[int, ...]
-    first: int
+    layer: int
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -135,10 +141,10 @@ class ShrunkPairs:
     def arguments(self, count: int) -> list[Any]:
         """Return the arguments of kernels that take so many projections; the last one repeats."""
         at = [min(each, len(self.bt) - 1) for each in range(count)]
-        pools, projections = ([own[each] for each in at] for own in (self.bt, self.projections))
         own = self.deltas
+        pools, maps = ([self.bt[i] for i in at], [own.maps[self.projections[i]] for i in at])
         tensors = [self.shrunk, *pools, own.slots, own.table]
-        return [*tensors, *projections, self.first, self.bt[0].shape[1]]
+        return [*tensors, *maps, self.layer, self.bt[0].shape[1]]
 
     @property
     def constants(self) -> dict[str, Any]:
@@ -148,7 +154,7 @@ class ShrunkPairs:
 
 def without_deltas(x: Tensor, projections: int) -> tuple[list[Any], dict[str, Any]]:
     """Return arguments and constants of kernels that add none; x: any tensor of the launch."""
-    constants = {"DELTAS": False, "ENTRIES": 1, "PAGES": 1, "WIDE": 1}
+    constants = {"DELTAS": False, "MAPS": 1, "STRIDE": 1, "PAGES": 1, "WIDE": 1}
     return [x] * (projections + 3) + [0] * (projections + 2), constants
 
 

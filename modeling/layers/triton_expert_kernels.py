@@ -1,8 +1,8 @@
 """The kernels of `triton_experts.py`: of one pair, and of a tile of one expert's pairs.
 
 With DELTAS they add what adapters change, before silu and to the sum of a token's pairs: see
-`modeling.triton_pairs`. matrix0: the layer's first expert, counted over all layers; matrices: all
-layers' experts.
+`modeling.triton_pairs`. layer: its index among those with experts, of which there are `layers`;
+map0, map1: the maps' indices in the table of adapters' pages.
 """
 
 from typing import Any
@@ -46,9 +46,10 @@ def enter_kernel(
 def enter_deltas_kernel(
     ids: "Any", counts: "Any", order: "Any", deltas: "Any", num_tokens: "Any", num_pairs: "Any",
     shrunk: "Any", bt0: "Any", bt1: "Any", slots: "Any", table: "Any",
-    projection0: "Any", projection1: "Any", matrix0: "Any", matrices: "Any",
+    map0: "Any", map1: "Any", layer: "Any", layers: "Any",
     WIDTH: tl.constexpr, ACTIVE: tl.constexpr, BLOCK_N: tl.constexpr,
-    ENTRIES: tl.constexpr, PAGES: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
+    MAPS: tl.constexpr, STRIDE: tl.constexpr, PAGES: tl.constexpr, WIDE: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """Program (pair, map, block): deltas [maps, pairs, WIDTH]; the first one enters the pair.
 
@@ -56,17 +57,16 @@ def enter_deltas_kernel(
     """
     pair, target = tl.program_id(0), tl.program_id(1)
     first = tl.program_id(2) * BLOCK_N
-    projection, bt = projection0, bt0
+    of, bt = map0, bt0
     if target == 1:
-        projection, bt = projection1, bt1
+        of, bt = map1, bt1
     slot = tl.load(slots + pair // ACTIVE)
-    at, count = pages_of_pair(table, slot, projection, ENTRIES, PAGES, WIDE)
     # Written before the kernel ahead began, which waited for it.
     expert = tl.load(ids + pair).to(tl.int64)
-    matrix = matrix0 + expert
+    at, count = pages_of_pair(table, slot, of, expert, MAPS, STRIDE, PAGES, WIDE)
     if PDL:
         if count > 0:
-            rows, _ = rank_rows(at, 0, count, tl.arange(0, 16), matrix, matrices, WIDTH)
+            rows, _ = rank_rows(at, 0, tl.arange(0, 16), layer, layers, WIDTH, PAGES)
             lines = tl.minimum(first + tl.arange(0, BLOCK_N // 64) * 64, WIDTH - 1)
             prefetch(bt + rows[:, None] + lines[None, :])
         gdc_wait()
@@ -76,7 +76,8 @@ def enter_deltas_kernel(
         tl.store(order + expert * num_tokens + position, pair)
     n = first + tl.arange(0, BLOCK_N)
     row = target * num_pairs + pair
-    delta = pair_delta(shrunk + row * (PAGES * 8), bt, at, count, matrix, n, WIDTH, matrices)
+    own = shrunk + row * (PAGES * 8)
+    delta = pair_delta(own, bt, at, count, n, WIDTH, layer, layers, PAGES)
     tl.store(deltas + row.to(tl.int64) * WIDTH + n, delta, mask=n < WIDTH)
 
 
@@ -239,16 +240,17 @@ def sum_kernel(
 def sum_deltas_kernel(
     out: "Any", y: "Any", counts: "Any", ids: "Any", shares: "Any",
     shrunk: "Any", bt: "Any", slots: "Any", table: "Any",
-    projection0: "Any", matrix0: "Any", matrices: "Any",
+    map0: "Any", layer: "Any", layers: "Any",
     WIDTH: tl.constexpr, ACTIVE: tl.constexpr, PAIRS: tl.constexpr, BLOCK_N: tl.constexpr,
     EXPERTS: tl.constexpr, COUNTS: tl.constexpr,
-    ENTRIES: tl.constexpr, PAGES: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
+    MAPS: tl.constexpr, STRIDE: tl.constexpr, PAGES: tl.constexpr, WIDE: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """`sum_kernel` with the deltas of the token's pairs by their weights."""
     token, first = tl.program_id(0), tl.program_id(1) * BLOCK_N
     total = token_delta(
-        shrunk, bt, ids, shares, slots, table, token, first, projection0, matrix0, matrices,
-        WIDTH, BLOCK_N, ACTIVE, PAIRS, ENTRIES, PAGES, WIDE, PDL,
+        shrunk, bt, ids, shares, slots, table, token, first, map0, layer, layers,
+        WIDTH, BLOCK_N, ACTIVE, PAIRS, MAPS, STRIDE, PAGES, WIDE, PDL,
     )
     sum_pairs(out, y, counts, token, first, total, WIDTH, ACTIVE, PAIRS, BLOCK_N, EXPERTS, COUNTS)
 
@@ -257,11 +259,11 @@ def sum_deltas_kernel(
 def up_of_pair_kernel(
     x: "Any", weight: "Any", ids: "Any", inner: "Any", num_pairs: "Any",
     shrunk: "Any", bt0: "Any", bt1: "Any", slots: "Any", pages: "Any",
-    projection0: "Any", projection1: "Any", matrix0: "Any", matrices: "Any",
+    map0: "Any", map1: "Any", layer: "Any", layers: "Any",
     INPUTS: tl.constexpr, WIDTH: tl.constexpr, ACTIVE: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    DELTAS: tl.constexpr, ENTRIES: tl.constexpr, PAGES: tl.constexpr, WIDE: tl.constexpr,
-    PDL: tl.constexpr,
+    DELTAS: tl.constexpr, MAPS: tl.constexpr, STRIDE: tl.constexpr, PAGES: tl.constexpr,
+    WIDE: tl.constexpr, PDL: tl.constexpr,
 ) -> None:
     """One block of one pair's inner columns."""
     if PDL:
@@ -283,11 +285,11 @@ def up_of_pair_kernel(
     summed, upper = tl.sum(gate, axis=1), tl.sum(up, axis=1)
     if DELTAS:
         slot, own = tl.load(slots + pair // ACTIVE), shrunk + pair * (PAGES * 8)
-        at, of_gate = pages_of_pair(pages, slot, projection0, ENTRIES, PAGES, WIDE)
-        summed += pair_delta(own, bt0, at, of_gate, matrix0 + expert, n, WIDTH, matrices)
-        at, of_up = pages_of_pair(pages, slot, projection1, ENTRIES, PAGES, WIDE)
+        at, of_gate = pages_of_pair(pages, slot, map0, expert, MAPS, STRIDE, PAGES, WIDE)
+        summed += pair_delta(own, bt0, at, of_gate, n, WIDTH, layer, layers, PAGES)
+        at, of_up = pages_of_pair(pages, slot, map1, expert, MAPS, STRIDE, PAGES, WIDE)
         own += num_pairs * (PAGES * 8)
-        upper += pair_delta(own, bt1, at, of_up, matrix0 + expert, n, WIDTH, matrices)
+        upper += pair_delta(own, bt1, at, of_up, n, WIDTH, layer, layers, PAGES)
     value = summed * tl.sigmoid(summed) * upper
     tl.store(inner + pair * WIDTH + n, value.to(inner.dtype.element_ty))
 
@@ -296,12 +298,12 @@ def up_of_pair_kernel(
 def down_of_token_kernel(
     inner: "Any", weight: "Any", ids: "Any", shares: "Any", y: "Any",
     shrunk: "Any", bt: "Any", slots: "Any", pages: "Any",
-    projection0: "Any", matrix0: "Any", matrices: "Any",
+    map0: "Any", layer: "Any", layers: "Any",
     INPUTS: tl.constexpr, WIDTH: tl.constexpr, ACTIVE: tl.constexpr, POWER: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     LINE: tl.constexpr, LINES: tl.constexpr,
-    DELTAS: tl.constexpr, ENTRIES: tl.constexpr, PAGES: tl.constexpr, WIDE: tl.constexpr,
-    PDL: tl.constexpr,
+    DELTAS: tl.constexpr, MAPS: tl.constexpr, STRIDE: tl.constexpr, PAGES: tl.constexpr,
+    WIDE: tl.constexpr, PDL: tl.constexpr,
 ) -> None:
     """One block of one token's outputs, summed over its experts."""
     token = tl.program_id(1)
@@ -327,8 +329,8 @@ def down_of_token_kernel(
     total = tl.sum(acc, axis=1)
     if DELTAS:
         total += token_delta(
-            shrunk, bt, ids, shares, slots, pages, token, tl.program_id(0) * BLOCK_N, projection0,
-            matrix0, matrices, WIDTH, BLOCK_N, ACTIVE, POWER, ENTRIES, PAGES, WIDE, False,
+            shrunk, bt, ids, shares, slots, pages, token, tl.program_id(0) * BLOCK_N, map0,
+            layer, layers, WIDTH, BLOCK_N, ACTIVE, POWER, MAPS, STRIDE, PAGES, WIDE, False,
         )
     tl.store(y + token * WIDTH + n, total.to(y.dtype.element_ty))
 

@@ -23,7 +23,7 @@ from configs.reading import DamagedFile
 from configs.wire.adapters import AdapterError
 from modeling.adapters.config_file import read_config
 from modeling.adapters.host_pages import PAGE_ROWS
-from modeling.adapters.output_rows import output_rows
+from modeling.adapters.output_rows import output_rows, page_counts
 from modeling.adapters.peft import FACTOR, open_adapter
 from modeling.adapters.peft_adapter import PeftAdapter
 from modeling.adapters.peft_kinds import kind_name
@@ -59,7 +59,8 @@ _ITEM_BYTES = 2
 class AdapterCost:
     """What a served adapter costs on one rank.
 
-    pages: in the pools of all projections together. expert_pages: the most in one pool of experts.
+    pages: in the pools of all projections together. expert_pages: the least setting of that name
+    with which its pages of experts fit.
     page_bytes: of those pages, in a type of 16 bits, on the device and again in host memory.
     expert_bytes: of the pages on experts among them.
     share: its multiplications for a token, by those of the base in all modules that adapters may
@@ -227,15 +228,16 @@ def _cost(adapter: PeftAdapter, projections: Sequence[Projection]) -> AdapterCos
     ranks: list[list[int]] = [[0] for _ in projections]
     for at, rank in adapter.ranks.items():
         ranks[at.projection].append(rank)
-    rows = output_rows(projections, [*map(max, ranks)], adapter.is_scaled, adapter.is_biased)
-    for projection, own, behind in zip(projections, ranks, rows, strict=True):
-        count = -(-behind.behind(max(own)) // PAGE_ROWS)
+    most = [*map(max, ranks)]
+    rows = output_rows(projections, most, adapter.is_scaled, adapter.is_biased)
+    counts = page_counts(most, rows, adapter.expert_pages)
+    for projection, own, count in zip(projections, ranks, counts, strict=True):
         width = projection.local_inputs + projection.local_outputs
         pages += count
-        taken = count * PAGE_ROWS * projection.num_layers * width * _ITEM_BYTES
+        taken = count * PAGE_ROWS * projection.page_layers * width * _ITEM_BYTES
         page_bytes += taken
-        if projection.kind is ProjectionKind.EXPERTS:
-            experts = max(experts, count)
+        if projection.experts is not None:
+            experts = max(experts, -(-count // projection.experts.most))
             expert_bytes += taken
         if projection.kind.has_factors or projection.kind is ProjectionKind.EXPERTS:
             products += sum(own) * width * _active(projection)

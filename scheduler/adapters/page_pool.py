@@ -20,11 +20,11 @@ class AdapterPages:
         return all(len(free) + extra >= count for free, count, extra in rows)
 
     def allocate(self, counts: Sequence[int]) -> tuple[int, list[list[int]]]:
-        """Take a slot and `counts[i]` pages of projection i."""
+        """Take a slot and `counts[i]` pages of projection i, ascending: neighbours load faster."""
         pages = []
         for free, count in zip(self._pages, counts, strict=True):
             assert count <= len(free), (count, len(free))
-            pages.append([free.pop() for _ in range(count)])
+            pages.append(sorted(free.pop() for _ in range(count)))
         return self._slots.pop(), pages
 
     def release(self, slot: int, pages: Sequence[Sequence[int]]) -> None:

@@ -79,5 +79,5 @@ def test_whole_experts(world: World, variant: str, ranks: int) -> None:
 
 
 def test_what_peft_converts_over_whole_experts(world: World) -> None:
-    names = [BASE, "trained", "modules", "joined", "shared"]
+    names = [BASE, "trained", "modules", "joined", "shared", "few"]
     compare(world, Setting("converted", "qwen3_moe", 2, names, spread=True))

@@ -11,6 +11,7 @@ from torch import Tensor
 from configs.architectures.base import ArchitectureError
 from modeling.adapters import experts as products
 from modeling.adapters import peft_experts
+from modeling.adapters.device_adapter import ExpertStacks
 from modeling.adapters.experts import RoutedAdapter
 from modeling.adapters.peft_experts import ExpertParameter
 from modeling.adapters.peft_shared_experts import SharedFactors
@@ -40,6 +41,7 @@ ROUTER = Setting("mixture", "qwen3_moe", 1, ["router"])
 JOINED = Setting("converted", "qwen3_moe", 1, ["joined"])
 SHARED = Setting("converted", "qwen3_moe", 1, ["shared"])
 MODULES = Setting("converted", "qwen3_moe", 1, ["modules"])
+FEW = Setting("converted", "qwen3_moe", 1, ["few", BASE])
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -57,7 +59,7 @@ def test_whole_experts_on_each_rank(world: World, variant: str, ranks: int) -> N
 
 
 def test_what_peft_converts_over_whole_experts(world: World) -> None:
-    names = [BASE, "trained", "modules", "joined", "shared"]
+    names = [BASE, "trained", "modules", "joined", "shared", "few"]
     compare(world, Setting("converted", "qwen3_moe", 4, names, spread=True))
 
 
@@ -82,10 +84,11 @@ def test_where_whole_experts_were_not_compared(world: World) -> None:
 def test_what_peft_converts(world: World, variant: str, ranks: int) -> None:
     """Modules of single experts, as they are and as PEFT saves them again.
 
-    shared: PEFT reads a module for each expert, the runner the same factors written once.
+    shared: PEFT reads a module for each expert, the runner the same factors written once. few: PEFT
+    reads zeros for most experts, the runner nothing.
     """
     family = "converted_mixtral" if variant == "mixtral" else "converted"
-    names = [BASE, "trained", "modules", "joined"]
+    names = [BASE, "trained", "modules", "joined", "few"]
     names += ["shared"] if variant == "qwen3_moe" else []
     compare(world, Setting(family, variant, ranks, names))
 
@@ -140,6 +143,12 @@ def test_the_first_expert_s_factors_for_all(world: World, monkeypatch: Patch) ->
     expect_mismatch(world, SHARED)
 
 
+def test_experts_without_factors_take_another_s(world: World, monkeypatch: Patch) -> None:
+    real = ExpertStacks.numbers
+    monkeypatch.setattr(ExpertStacks, "numbers", lambda *given: real(*given).clamp(max=0))
+    expect_mismatch(world, FEW)
+
+
 def test_rows_of_up_are_those_of_gate(world: World, monkeypatch: Patch) -> None:
     monkeypatch.setattr(peft_experts, "_rows", lambda each: slice(0, each.out_features))
     expect_mismatch(world, QWEN3)
@@ -173,7 +182,7 @@ def test_factors_of_the_first_layer_in_all(world: World, monkeypatch: Patch) -> 
     real = RoutedAdapter.add
 
     def add(
-        self: RoutedAdapter, y: Tensor, x: Tensor, projection: int, first: int, offset: int
+        self: RoutedAdapter, y: Tensor, x: Tensor, projection: int, layer: int, offset: int
     ) -> None:
         real(self, y, x, projection, 0, offset)
 
@@ -251,5 +260,5 @@ def test_routers_left_as_they_are(world: World, monkeypatch: Patch) -> None:
 
 
 def test_without_a_fault_nothing_differs(world: World) -> None:
-    for setting in (QWEN3, QWEN3_CUT, QWEN3_SPREAD, ROUTER, JOINED, MODULES, SHARED):
+    for setting in (QWEN3, QWEN3_CUT, QWEN3_SPREAD, ROUTER, JOINED, MODULES, SHARED, FEW):
         compare(world, setting)

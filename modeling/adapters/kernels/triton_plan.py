@@ -30,8 +30,9 @@ class TritonPlan(TritonBuffers):
         return captured
 
     def _expert_deltas(self, num_tokens: int) -> PairDeltas:
-        pools = tuple((pool.a, pool.bt) for pool in self.bank.pools)
-        return PairDeltas(self.slots[:num_tokens], self.bank.page_table, pools)
+        bank = self.bank
+        pools = tuple((pool.a, pool.bt) for pool in bank.pools)
+        return PairDeltas(self.slots[:num_tokens], bank.expert_table, pools, bank.expert_maps)
 
 
 def triton_batch(bank: AdapterBank, slots: Sequence[int], lengths: Sequence[int]) -> TritonBatch:

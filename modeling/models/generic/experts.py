@@ -143,11 +143,14 @@ class RoutedLayers:
         self.on_gpus = not kinds or self._model_type in ON_GPUS
         is_adapted = self.on_gpus or not on_gpu
         for template, members in kinds.items():
-            own = range(members[0][1].num_experts)
+            count = members[0][1].num_experts
+            own, shares = range(count), tuple[range, ...]()
             if over is not None:
-                own = spread_experts(len(own), over.rank, over.size)
+                own = spread_experts(count, over.rank, over.size)
+                shares = tuple(spread_experts(count, i, over.size) for i in range(over.size))
                 self.own |= {path: own for path, _ in members}
-            maps = expert_projections(causal, plan, template, members, own) if is_adapted else []
+            given = (causal, plan, template, members, own, shares)
+            maps = expert_projections(*given) if is_adapted else []
             targets = _targets(maps, taken + len(made))
             made += maps
             self._experts += [RoutedModule(m, i, targets, own) for i, (_, m) in enumerate(members)]
@@ -231,10 +234,9 @@ def _experts_adapted(
     """[tokens, hidden] to the same shape; top_k_index, top_k_weights: [tokens, experts of one]."""
     module, deltas = layer.module, step.expert_deltas
     groups = step.routed if deltas is None else ()
-    first = layer.layer * len(layer.own)
     if _is_plain(layer, plain, groups):
         given = (hidden_states, top_k_index, top_k_weights)
-        at_once = plain(*given) if deltas is None else _at_once(layer, plain, given, deltas, first)
+        at_once = plain(*given) if deltas is None else _at_once(layer, plain, given, deltas)
         if at_once is not None:
             return at_once
     ids, count, active = layer.local(top_k_index), len(layer.own), top_k_index.shape[1]
@@ -250,9 +252,9 @@ def _experts_adapted(
             y += getattr(module, f"{parameter}_bias")[of_pairs.clamp(max=count - 1)]
         for target in layer.targets[which]:
             for adapter in adapters:
-                adapter.add(y, x, target.projection, first, target.offset)
+                adapter.add(y, x, target.projection, layer.layer, target.offset)
             if deltas is not None:
-                at = (target.projection, first, count, target.offset)
+                at = (target.projection, layer.layer, count, target.offset)
                 deltas.add(y, x, of_pairs, pairs.rows // active, *at)
         return y
 
@@ -289,7 +291,6 @@ def _at_once(
     plain: Callable[..., Tensor],
     given: tuple[Tensor, Tensor, Tensor],
     deltas: ExpertDeltas,
-    first: int,
 ) -> Tensor | None:
     """Compute experts with a step's adapters by our kernels; None where those do not fit.
 
@@ -298,7 +299,7 @@ def _at_once(
     if not isinstance(plain, FusedExperts | StoredKernels):
         return None
     targets = {key: [own.projection for own in layer.targets[key]] for key in layer.targets}
-    return plain.adapted(*given, deltas=deltas, targets=targets, first=first)
+    return plain.adapted(*given, deltas=deltas, targets=targets, layer=layer.layer)
 
 
 class _WithDeltas(TorchFunctionMode):

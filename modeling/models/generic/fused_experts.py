@@ -47,16 +47,15 @@ class FusedExperts:
         shares: Tensor,
         deltas: ExpertDeltas,
         targets: Mapping[str, Sequence[int]],
-        first: int,
+        layer: int,
     ) -> Tensor | None:
         """Return the same with a step's adapters; None where tokens are too many.
 
-        targets: the projections of "up" and "down". first: the layer's first expert, counted over
-        all layers.
+        targets: the projections of "up" and "down". layer: its index among those with experts.
         """
         if not self.kernels.takes(hidden_states, ids.shape[1], len(self.weights[0])):
             return None
-        own = self.kernels.LayerDeltas(deltas, tuple(targets["up"]), *targets["down"], first)
+        own = self.kernels.LayerDeltas(deltas, tuple(targets["up"]), *targets["down"], layer)
         return self._computed(hidden_states, ids, shares, own)
 
     def _computed(self, hidden_states: Tensor, ids: Tensor, shares: Tensor, deltas: Any) -> Tensor:

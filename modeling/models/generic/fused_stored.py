@@ -45,12 +45,12 @@ class StoredKernels:
         shares: Tensor,
         deltas: ExpertDeltas,
         targets: Mapping[str, Sequence[int]],
-        first: int,
+        layer: int,
     ) -> Tensor:
         """Return the same with a step's adapters; see `FusedExperts.adapted`."""
         from modeling.layers.triton_expert_deltas import LayerDeltas
 
-        own = LayerDeltas(cast(Any, deltas), tuple(targets["up"]), targets["down"][0], first)
+        own = LayerDeltas(cast(Any, deltas), tuple(targets["up"]), targets["down"][0], layer)
         starts = range(0, len(hidden_states), MOST_ADAPTED)
         ends = (slice(start, start + MOST_ADAPTED) for start in starts)
         parts = [

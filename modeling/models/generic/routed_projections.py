@@ -77,8 +77,12 @@ def expert_projections(
     template: str,
     members: Sequence[tuple[str, Any]],
     own: range,
+    shares: tuple[range, ...] = (),
 ) -> list[Projection]:
-    """One projection for each linear map of the experts, over all layers that have them."""
+    """One projection for each linear map of the experts, over all layers that have them.
+
+    own, shares: see `ExpertMatrices`.
+    """
     path, module = members[0]
     older = _older(causal, path)
     config: Any = causal.config
@@ -100,6 +104,7 @@ def expert_projections(
             start=each.start,
             total=outputs,
             older=tuple(_template_of(name) for name in older.get(of_part, ())),
+            shares=shares,
         )
         found.append(
             Projection(

@@ -32,8 +32,19 @@ def test_what_guesses_tokens(
     expected: str,
 ) -> None:
     capacity = Capacity(9, 4, (), 0, 1, 0, 99, drafts=drafts)
-    capacity = replace(capacity, draft_heads=heads)
-    report = LoadReport(
+    report = report_of(replace(capacity, draft_heads=heads))
+    assert startup_info([report], config)["speculation"] == expected
+
+
+def test_pages_of_experts() -> None:
+    capacity = Capacity(9, 4, ("q_proj", "experts.up_proj"), 7, 3, 0, 99)
+    ranks = [report_of(replace(capacity, pool_pages=(7, count))) for count in (256, 128)]
+    said = startup_info(ranks, SpeculationConfig())["adapter pages"]
+    assert said.startswith("7 of 8 rank rows a projection, 3 slots; 128 of 8 rows of one expert")
+
+
+def report_of(capacity: Capacity) -> LoadReport:
+    return LoadReport(
         rank=0,
         pid=0,
         capacity=capacity,
@@ -48,4 +59,3 @@ def test_what_guesses_tokens(
         adapter_bytes=0,
         load_seconds=0.0,
     )
-    assert startup_info([report], config)["speculation"] == expected

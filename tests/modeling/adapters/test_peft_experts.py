@@ -102,19 +102,26 @@ def test_gate_and_up_share_a_rank_or_halve_it(tmp_path: Path, blocks: bool) -> N
 
 
 def test_what_it_costs(tmp_path: Path) -> None:
-    """One page of each map, of every expert in both layers, in 16 bits."""
+    """One page of each map and expert, with both layers, in 16 bits."""
     folder = write_lora(tmp_path, both(4), **BARE)
     cost = judge(folder, MAPS, AdaptersConfig(), lambda done, total: None).cost
     assert cost is not None
-    assert (cost.pages, cost.expert_pages) == (3, 1)
+    assert (cost.pages, cost.expert_pages) == (3 * COUNT, 1)
     assert cost.page_bytes == 3 * 8 * len(NUMBERS) * COUNT * (HIDDEN + INNER) * 2
     assert cost.expert_bytes == cost.page_bytes
+    few = judge(write_lora(tmp_path / "few", GATE), MAPS, AdaptersConfig(), lambda *_: None).cost
+    assert few is not None
+    assert (few.pages, few.expert_pages) == (1, 1)
+    assert few.expert_bytes == 8 * len(NUMBERS) * (HIDDEN + INNER) * 2
 
 
 def test_one_expert_alone(tmp_path: Path) -> None:
     adapter = open_adapter(write_lora(tmp_path, GATE), MAPS, 8)
     ((at, rank),) = adapter.ranks.items()
     assert (at.projection, at.layer, rank) == (1, 2, 4)
+
+
+SHARES = (range(2), range(2, 3))
 
 
 def spread(own: range) -> tuple[Projection, ...]:
@@ -124,7 +131,7 @@ def spread(own: range) -> tuple[Projection, ...]:
 
 def _of_rank(projection: Projection, own: range) -> Projection:
     assert projection.experts is not None
-    experts = replace(projection.experts, own=own)
+    experts = replace(projection.experts, own=own, shares=SHARES if own in SHARES else ())
     return replace(projection, num_layers=len(NUMBERS) * len(own), experts=experts)
 
 
@@ -142,17 +149,15 @@ def test_a_rank_s_own_experts(tmp_path: Path, own: range) -> None:
 
 
 def test_every_rank_takes_as_many_pages(tmp_path: Path) -> None:
-    """One expert's module, which one rank has, and a smaller one on the other."""
+    """Modules of experts of both ranks, of gate on one alone; the ranks differ."""
     other = single(2, 0, "down_proj", (INNER, HIDDEN)) | single(5, 2, "down_proj", (INNER, HIDDEN))
     ranks = {"rank_pattern": {"experts.0.down_proj": 2, "experts.2.down_proj": 5}}
     targets = ["gate_proj", "down_proj"]
     folder = write_lora(tmp_path, GATE | other, target_modules=targets, **ranks)
-    for own in (range(2), range(2, 3)):
+    for own in SHARES:
         adapter = open_adapter(folder, spread(own), 8)
-        most = {1: 0, 3: 0}
-        for at, rank in adapter.ranks.items():
-            most[at.projection] = max(rank, most[at.projection])
-        assert most == {1: 4, 3: 5}
+        found = {i: (each.own, each.count, each.rank) for i, each in adapter.expert_pages.items()}
+        assert found == {1: (() if 0 in own else (0,), 1, 4), 3: ((0,), 1, 5)}
         read = {(m.position.projection, len(m.a)) for m in adapter.read()}
         assert read == ({(3, 2)} if 0 in own else {(1, 4), (3, 5)})
 

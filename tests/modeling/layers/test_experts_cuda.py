@@ -62,7 +62,7 @@ def test_routing(tokens: int, hidden: int, summed: bool) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 2, 3, 64, 250, 800, 2048])
 def test_experts_adapted(tokens: int) -> None:
-    """Tokens of adapters beside tokens without."""
+    """Tokens of adapters beside tokens without, in the second layer."""
     kernels = pytest.importorskip("modeling.layers.triton_experts")
     from modeling.triton_pairs import PairDeltas
 
@@ -74,25 +74,32 @@ def test_experts_adapted(tokens: int) -> None:
     shares, counts = best.bfloat16(), torch.zeros(count, dtype=torch.int32, device=CUDA)
 
     def factors(side: int) -> Tensor:
-        return torch.randn(6, 2 * count, 8, side, device=CUDA).mul(0.05).bfloat16()
+        return torch.randn(3 * count, 2, 8, side, device=CUDA).mul(0.05).bfloat16()
 
     sizes = ((hidden, width), (hidden, width), (width, hidden))
     pools = tuple((factors(inputs), factors(outputs)) for inputs, outputs in sizes)
-    # The first slot has no pages, the second one, the third two.
-    pages = [[[-1, -1]] * 3, [[5, -1], [1, -1], [0, -1]], [[2, 3], [4, 0], [5, 1]]]
-    table = torch.tensor(pages, dtype=torch.int32, device=CUDA)
+    # The first slot has no pages, the second one of each expert, the third two of some.
+    pages = torch.full((slots, 3, count, 2), -1, dtype=torch.int32)
+    for of_map in range(3):
+        free = torch.randperm(3 * count).int()
+        pages[1, of_map, :, 0] = free[:count]
+        pages[2, of_map, of_map::3] = free[count : count + 2 * len(range(of_map, count, 3))].view(
+            -1, 2
+        )
+    table = pages.to(CUDA)
     own = torch.arange(tokens, device=CUDA) % (slots + 1) - 1
-    deltas = kernels.LayerDeltas(PairDeltas(own.int(), table, pools), (0, 1), 2, count)
+    deltas = kernels.LayerDeltas(PairDeltas(own.int(), table, pools, (0, 1, 2)), (0, 1), 2, 1)
     y = kernels.experts(x, up, down, ids, shares, counts, deltas)
     wanted = torch.zeros(tokens, hidden, device=CUDA)
     for slot in range(-1, slots):
         rows = own == slot
         added = [torch.zeros(count, outputs, inputs, device=CUDA) for inputs, outputs in sizes]
         for projection, (a, bt) in enumerate(pools):
-            for page in pages[slot][projection] if slot >= 0 else ():
-                if page >= 0:
-                    both = (part[page, count:].float() for part in (a, bt))
-                    added[projection] += torch.einsum("eri,ero->eoi", *both)
+            for at in range(2) if slot >= 0 else ():
+                page = pages[slot, projection, :, at].to(CUDA)
+                both = (part[page.long().clamp(min=0), 1].float() for part in (a, bt))
+                delta = torch.einsum("eri,ero->eoi", *both)
+                added[projection] += delta * (page >= 0)[:, None, None]
         whole, below = up.float() + torch.cat(added[:2], 1), down.float() + added[2]
         for part in torch.arange(tokens, device=CUDA)[rows].chunk(1 + tokens // 64):
             wanted[part] = computed(x[part], whole, below, ids[part], shares[part])

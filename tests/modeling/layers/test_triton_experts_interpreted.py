@@ -71,31 +71,42 @@ def test_experts(monkeypatch: pytest.MonkeyPatch, tokens: int, active: int, is_t
 RANKS = (0, 3, 20, 8)
 """Of the slots' adapters; rank 0: none of experts."""
 
+EXPERTS = (range(0), range(6), (0, 1, 4), (2, 3, 5))
+"""Those that the adapters have; the third adapter's last one has rank 8, and of up it has none."""
+
+MAPS = (-1, 0, 1, -1, 2)
+"""Each projection's index in the table."""
+
 
 def pools(count: int, hidden: int, width: int) -> Any:
     """Pages of gate, up and down in pools of two layers, and the adapters' table."""
     torch.manual_seed(1)
     shapes = ((hidden, width), (hidden, width), (width, hidden))
-    table = torch.full((len(RANKS), 5, 3), -1, dtype=torch.int32)
+    table = torch.full((len(RANKS), 3, count + 1, 3), -1, dtype=torch.int32)
     made = []
-    for projection, (inputs, outputs) in zip((1, 2, 4), shapes, strict=True):
-        free = torch.randperm(7).tolist()
-        a = torch.randn(7, 2 * count, 8, inputs).mul(0.1).half()
-        bt = torch.randn(7, 2 * count, 8, outputs).mul(0.1).half()
-        for slot, rank in enumerate(RANKS):
-            for at in range(-(-rank // 8)):
-                page = table[slot, projection, at] = free.pop()
-                bt[page, :, max(0, rank - 8 * at) :] = 0
+    for number, (inputs, outputs) in enumerate(shapes):
+        free = torch.randperm(20).tolist()
+        a = torch.randn(20, 2, 8, inputs).mul(0.1).half()
+        bt = torch.randn(20, 2, 8, outputs).mul(0.1).half()
+        for slot, experts in enumerate(EXPERTS):
+            for expert in experts:
+                rank = RANKS[slot] if (slot, expert) != (2, 4) else 8 * (number != 1)
+                for at in range(-(-rank // 8)):
+                    page = table[slot, number, expert, at] = free.pop()
+                    bt[page, :, max(0, rank - 8 * at) :] = 0
         made.append((a, bt))
     empty = (a[:0], bt[:0])
     return table, (empty, made[0], made[1], empty, made[2])
 
 
-def delta(x: Tensor, table: Tensor, pool: tuple[Tensor, Tensor], slot: int, matrix: int) -> Any:
-    """What an adapter adds for one pair, in float32."""
-    pages = [int(page) for page in table[slot] if page >= 0]
-    a, bt = (torch.cat([part[page, matrix] for page in pages]).float() for part in pool)
-    return x @ a.t() @ bt
+def delta(x: Tensor, table: Tensor, pool: tuple[Tensor, Tensor], slot: int, expert: int) -> Any:
+    """What an adapter adds for one pair in the second layer, in float32; table: of a map."""
+    added = torch.zeros(pool[1].shape[3])
+    for page in table[slot, expert].tolist():
+        if page >= 0:
+            a, bt = (part[page, 1].float() for part in pool)
+            added += x @ a.t() @ bt
+    return added
 
 
 @pytest.mark.parametrize(("tokens", "active", "is_tiled"), STEPS)
@@ -107,37 +118,37 @@ def test_experts_adapted(
 
     for name in ("_SHRINK", "_EXPAND"):
         monkeypatch.setattr(triton_pairs, name, Interpreted(getattr(triton_pairs, name)._kernel))
-    count, hidden, width, first = 6, 128, 96, 6
+    count, hidden, width, at = 6, 128, 96, 1
     x = torch.randn(tokens, hidden, dtype=torch.float16)
     up = torch.randn(count, 2 * width, hidden).mul(0.1).half()
     down = torch.randn(count, hidden, width).mul(0.1).half()
     shares, ids = torch.randn(tokens, count).softmax(-1).topk(active)
     table, own = pools(count, hidden, width)
     slots = torch.tensor([2, 1, -1, 3, 0] * 8)[:tokens].int()
-    deltas = triton_pairs.PairDeltas(slots, table, own)
-    layer = kernels.LayerDeltas(deltas, (1, 2), 4, first)
+    deltas = triton_pairs.PairDeltas(slots, table, own, MAPS)
+    layer = kernels.LayerDeltas(deltas, (1, 2), 4, at)
     counts = torch.zeros(count, dtype=torch.int32)
     y = kernels.experts(x, up, down, ids, shares, counts, layer)
     wanted = torch.zeros(tokens, hidden)
     tried = torch.zeros(tokens * active, width)
     for pair, (token, expert) in enumerate((t, e) for t in range(tokens) for e in ids[t].tolist()):
-        slot, matrix = int(slots[token]), first + expert
+        slot = int(slots[token])
         gate, upper = (up[expert].float() @ x[token].float()).chunk(2)
         if slot >= 0 and RANKS[slot]:
-            of_gate = delta(x[token].float(), table[:, 1], own[1], slot, matrix)
+            of_gate = delta(x[token].float(), table[:, 0], own[1], slot, expert)
             gate, tried[pair] = gate + of_gate, of_gate
-            upper = upper + delta(x[token].float(), table[:, 2], own[2], slot, matrix)
+            upper = upper + delta(x[token].float(), table[:, 1], own[2], slot, expert)
         inner = F.silu(gate) * upper
         out = down[expert].float() @ inner
         if slot >= 0 and RANKS[slot]:
-            out = out + delta(inner, table[:, 4], own[4], slot, matrix)
+            out = out + delta(inner, table[:, 2], own[4], slot, expert)
         wanted[token] += out * shares[token, pair % active]
     torch.testing.assert_close(y.float(), wanted, rtol=2e-2, atol=2e-2)
     # Alone, into columns of a wider product, with another rank's expert among them.
     of_pairs, token_of = ids.flatten(), torch.arange(tokens * active) // active
     of_pairs[-1], tried[-1] = count, 0
     z = torch.ones(tokens * active, 2 * width)
-    deltas.add(z, x[token_of].float(), of_pairs, token_of, 1, first, count, width)
+    deltas.add(z, x[token_of].float(), of_pairs, token_of, 1, at, count, width)
     assert (z[:, :width] == 1).all()
     torch.testing.assert_close(z[:, width:], 1 + tried, rtol=1e-4, atol=1e-4)
 

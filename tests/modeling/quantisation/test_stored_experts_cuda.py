@@ -151,14 +151,19 @@ def test_layers(
 
 
 PAGES = ((), (2,), (0, 4), (1, 3))
-"""Of the slots' adapters: 8 rank rows each."""
+"""Of the slots' adapters: 8 rank rows of each expert that `has_factors` names."""
+
+
+def has_factors(slot: int, expert: int) -> bool:
+    """Whether an adapter adapts an expert: two of three."""
+    return (slot + expert) % 3 > 0
 
 
 @dataclass(frozen=True)
 class Factors:
-    """Factors of gate and up, or of both at once, and of down: (A, Bt) [pages, experts, 8, side].
+    """Factors of gate and up, or of both at once, and of down: (A, Bt) [pages, layers, 8, side].
 
-    The experts are two layers'; those of the second are looked at.
+    There are two layers; the second is looked at. Each `count` pages are of all experts.
     """
 
     pools: tuple[tuple[Tensor, Tensor], ...]
@@ -169,7 +174,7 @@ class Factors:
         """Make them for maps (inputs, outputs)."""
 
         def factors(side: int) -> Tensor:
-            return torch.randn(5, 2 * count, 8, side, device="cuda").mul(0.05).bfloat16()
+            return torch.randn(5 * count, 2, 8, side, device="cuda").mul(0.05).bfloat16()
 
         return cls(tuple((factors(inputs), factors(out)) for inputs, out in maps), count)
 
@@ -178,18 +183,23 @@ class Factors:
         from modeling.layers.triton_expert_deltas import LayerDeltas
         from modeling.triton_pairs import PairDeltas
 
-        rows = [[[*each, -1, -1][:2]] * len(self.pools) for each in PAGES]
-        table = torch.tensor(rows, dtype=torch.int32, device="cuda")
-        deltas, last = PairDeltas(slots.int(), table, self.pools), len(self.pools) - 1
-        return LayerDeltas(deltas, tuple(range(last)), last, self.count)
+        maps, last = tuple(range(len(self.pools))), len(self.pools) - 1
+        rows = torch.full((len(PAGES), len(maps), self.count, 2), -1, dtype=torch.int32)
+        for slot, own in enumerate(PAGES):
+            for expert in range(self.count):
+                if has_factors(slot, expert):
+                    pages = [page * self.count + expert for page in own]
+                    rows[slot, :, expert, : len(own)] = torch.tensor(pages, dtype=torch.int32)
+        deltas = PairDeltas(slots.int(), rows.cuda(), self.pools, maps)
+        return LayerDeltas(deltas, maps[:last], last, 1)
 
     def added(self, slot: int, number: int) -> Deltas:
         """Return what an adapter adds to one expert's products."""
 
         def delta(x: Tensor, projection: int) -> Tensor:
-            a, bt = (
-                part[list(PAGES[slot]), self.count + number] for part in self.pools[projection]
-            )
+            own = PAGES[slot] if has_factors(slot, number) else ()
+            pages = [page * self.count + number for page in own]
+            a, bt = (part[pages, 1] for part in self.pools[projection])
             return x @ a.flatten(0, 1).float().T @ bt.flatten(0, 1).float()
 
         last = len(self.pools) - 1

@@ -22,6 +22,7 @@ from modeling.adapters.product import AdapterData, ExpertDeltas, OutputSlice
 from modeling.runner.load_paged import load_paged
 from modeling.runner.paged import ModelRunner
 from sharding.group import SingleRank
+from tests.checkpoints import SHARED
 from tests.modeling.attention.test_triton_interpreted import Interpreted
 from tests.modeling.parity import World, engine_config, full_logprobs, place_all
 from tests.modeling.runner.test_cuda_graphs import CPU, LateAdapters, capture_on_cpu, requests
@@ -36,6 +37,7 @@ CASES = [
     ("mixture", "qwen3_moe", ("parameters", "ranks", "r8")),
     ("mixture", "deepseek_v3", ("parameters", "shared")),
     ("converted", "qwen3_moe", ("modules", "trained", "shared")),
+    ("converted", "qwen3_moe", ("few", "trained")),
 ]
 
 
@@ -53,7 +55,7 @@ class Loop:
         experts: Tensor,
         tokens: Tensor,
         projection: int,
-        first: int,
+        layer: int,
         count: int,
         offset: int,
     ) -> None:
@@ -61,9 +63,10 @@ class Loop:
         for pair, (slot, expert) in enumerate(zip(slots, experts.tolist(), strict=True)):
             if slot < 0 or expert >= count:
                 continue
-            for page in self.bank.page_table[slot, projection].tolist():
+            of_map = self.bank.expert_table[slot, self.bank.expert_maps[projection]]
+            for page in of_map[expert].tolist():
                 if page >= 0:
-                    a, bt = (part[page, first + expert] for part in (pool.a, pool.bt))
+                    a, bt = (part[page, layer] for part in (pool.a, pool.bt))
                     y[pair, offset : offset + bt.shape[1]] += x[pair] @ a.t() @ bt
 
 
@@ -108,7 +111,8 @@ def deltas(bank: AdapterBank, slots: Tensor) -> ExpertDeltas:
         return Loop(bank, slots)
     from modeling.triton_pairs import PairDeltas
 
-    return PairDeltas(slots, bank.page_table, tuple((pool.a, pool.bt) for pool in bank.pools))
+    pools = tuple((pool.a, pool.bt) for pool in bank.pools)
+    return PairDeltas(slots, bank.expert_table, pools, bank.expert_maps)
 
 
 def make_runner(world: World, family: str, variant: str, names: Sequence[str]) -> ModelRunner:
@@ -122,7 +126,8 @@ def make_runner(world: World, family: str, variant: str, names: Sequence[str]) -
     )
     runner = load_paged(config, SingleRank(), CPU).allocate()
     folders = [world.adapter(family, variant, name) for name in names]
-    place_all(runner, [folder for folder in folders if folder is not None])
+    parts = [each / SHARED for each in folders if each is not None]
+    place_all(runner, [each if each.exists() else each.parent for each in parts])
     return runner
 
 
