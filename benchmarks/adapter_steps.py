@@ -11,6 +11,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -40,14 +41,20 @@ BLOCKS = 80
 """Cache blocks of each row."""
 
 KINDS = ("base", "plain", "dora", "biased", "ends", "norms", "tokens")
+OF_EXPERTS = ("experts", "few")
+"""Kinds over mixtures, which name them."""
+
+FEW = 4
+"""Experts that an adapter of the kind "few" adapts."""
 
 
 def write_kind(folder: Path, shape: str, kind: str, targets: Sequence[str] = TARGETS) -> None:
     """Write an adapter of a kind: plain LoRA, and what comes on top of it.
 
     ends: of embedding and head. norms: with all norms of its own. tokens: with trained tokens.
+    experts: of all routed experts. few: of some.
     """
-    write_adapter(folder, shape, RANK, 1, targets)
+    write_adapter(folder, shape, RANK, 1, targets, "experts" if kind == "experts" else "")
     sizes = SHAPES[shape]
     vocab, hidden = sizes["vocab_size"], sizes["hidden_size"]
     file, config = folder / "adapter_model.safetensors", folder / "adapter_config.json"
@@ -66,6 +73,16 @@ def write_kind(folder: Path, shape: str, kind: str, targets: Sequence[str] = TAR
         tensors["base_model.model.lm_head.lora_A.weight"] = torch.randn(RANK, hidden) / 64
         tensors["base_model.model.lm_head.lora_B.weight"] = torch.randn(vocab, RANK) / 50
         fields["target_modules"] += ["embed_tokens", "lm_head"]
+    if kind == "few":
+        fields["target_modules"] += ["gate_proj", "up_proj", "down_proj"]
+        inner = sizes["moe_intermediate_size"]
+        widths = {"gate_proj": (hidden, inner), "up_proj": (hidden, inner)}
+        widths["down_proj"] = inner, hidden
+        for layer, expert in product(range(sizes["num_hidden_layers"]), range(FEW)):
+            path = f"base_model.model.model.layers.{layer}.mlp.experts.{expert}"
+            for name, (inputs, outputs) in widths.items():
+                tensors[f"{path}.{name}.lora_A.weight"] = torch.randn(RANK, inputs) / inputs**0.5
+                tensors[f"{path}.{name}.lora_B.weight"] = torch.randn(outputs, RANK) / 50
     if kind == "norms":
         fields["modules_to_save"] = ["norm"]
         layers = [f"layers.{i}." for i in range(sizes["num_hidden_layers"])]
@@ -84,7 +101,13 @@ def write_kind(folder: Path, shape: str, kind: str, targets: Sequence[str] = TAR
 
 
 def make_runner(
-    folder: Path, shape: str, rows: int, adapters: int, vocabulary: bool, weights: str = "bfloat16"
+    folder: Path,
+    shape: str,
+    rows: int,
+    adapters: int,
+    vocabulary: bool,
+    weights: str = "bfloat16",
+    expert_pages: int = 0,
 ) -> ModelRunner:
     """Return a runner with random weights, and with room for so many rows and adapters."""
     write_model(folder, shape)
@@ -107,6 +130,7 @@ def make_runner(
             max_device_adapters=adapters,
             max_rank=RANK,
             vocabulary=vocabulary,
+            expert_pages=expert_pages,
         ),
     )
     return load_paged(config, SingleRank(), pick_device(Device.CUDA)).allocate()
@@ -122,11 +146,22 @@ class Decoding:
         self._position = PROMPT
 
     def load(self, folder: Path, key: AdapterKey) -> None:
-        """Load one adapter into every slot, on pages of its own."""
+        """Load one adapter into every slot, on pages of its own; print what one load takes."""
+        start = time.perf_counter()
         shape = self._runner.stage(FetchedAdapter(key, folder.name, str(folder), folder.name))
+        staged, began = time.perf_counter() - start, list[float]()
+        start = time.perf_counter()
         for slot in range(self._adapters):
             pages = [list(range(slot * n, (slot + 1) * n)) for n in shape.num_pages]
-            self._runner.load_adapter(key, slot, pages).wait()
+            before = time.perf_counter()
+            event = self._runner.load_adapter(key, slot, pages)
+            began.append(time.perf_counter() - before)
+            event.wait()
+        loaded = (time.perf_counter() - start) / self._adapters
+        print(
+            f"{folder.name}: {shape.host_bytes / 2**20:.0f} MiB staged in {staged:.2f} s, a load "
+            f"{loaded * 1e3:.1f} ms, {max(began) * 1e3:.1f} of the thread that launches steps"
+        )
 
     def start(self, adapted: bool) -> None:
         """Compute every row's prompt."""
@@ -172,7 +207,9 @@ class Decoding:
 def measure(arguments: argparse.Namespace, folder: Path) -> None:
     """Print each kind's milliseconds a step: the median over its turns, and all of them."""
     sizes = arguments.shape, arguments.rows, arguments.adapters
-    runner = make_runner(folder / "model", *sizes, arguments.vocabulary, arguments.weights)
+    pages = arguments.adapters * -(-RANK // 8) * (not {*OF_EXPERTS}.isdisjoint(arguments.kinds))
+    kinds = arguments.vocabulary, arguments.weights, pages
+    runner = make_runner(folder / "model", *sizes, *kinds)
     print(f"{arguments.weights}: {runner.report.weight_bytes_resident / 1e9:.2f} GB of weights")
     decoding = Decoding(runner, arguments.rows, arguments.adapters)
     found: dict[str, list[float]] = {kind: [] for kind in arguments.kinds}
@@ -199,7 +236,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama3-8b")
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--adapters", type=int, default=32)
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("--kinds", nargs="+", choices=(*KINDS, *OF_EXPERTS), default=KINDS)
     parser.add_argument("--targets", nargs="+", default=TARGETS, help="modules of the adapters")
     parser.add_argument("--weights", choices=("bfloat16", "fp8", *STORED), default="bfloat16")
     parser.add_argument("--vocabulary", action="store_true", help="let adapters change the ends")

@@ -10,6 +10,7 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 
 from benchmarks import loading, workload
+from benchmarks.adapter_steps import write_kind
 from benchmarks.workload import MIXED_RANKS, adapter_parameters, config_of, recipes, write_adapters
 from configs.engine import EngineConfig
 from configs.model import LoadFormat, ModelConfig
@@ -41,24 +42,27 @@ def test_mixed_ranks_beside_plain_adapters(tmp_path: Path) -> None:
 
 
 def test_adapters_of_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    small = {"hidden_size": 32, "moe_intermediate_size": 24, "num_experts": 4, "vocab_size": 2048}
+    small = {"hidden_size": 32, "moe_intermediate_size": 24, "num_experts": 8, "vocab_size": 2048}
     small |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     small |= {"head_dim": 8, "num_experts_per_tok": 2, "bos_token_id": 2046, "eos_token_id": 2047}
     shape = "qwen3-30b-a3b"
     monkeypatch.setitem(workload.SHAPES, shape, {**workload.SHAPES[shape], **small})
     workload.main([str(tmp_path), "--shape", shape, "--adapters", "1", "--expert-adapters", "1"])
+    write_kind(tmp_path / "adapters" / "few", shape, "few")
     model = ModelConfig(id=str(tmp_path), load_format=LoadFormat.DUMMY)
     config = EngineConfig(model=model)
     projections = adaptable(config)
     found = {
         name: judge(tmp_path / "adapters" / name, projections, config.adapters, lambda *_: None)
-        for name in ("a0", "e0")
+        for name in ("a0", "e0", "few")
     }
     assert not any(verdict.reasons for verdict in found.values()), found
     assert found["a0"].cost is not None
     assert found["a0"].cost.expert_pages == 0
     assert found["e0"].cost is not None
     assert found["e0"].cost.expert_pages == 2
+    assert found["few"].cost is not None
+    assert found["few"].cost.expert_bytes * 2 == found["e0"].cost.expert_bytes, "4 experts of 8"
 
 
 def test_what_is_there_is_kept_unless_it_is_of_another_kind(tmp_path: Path) -> None:
