@@ -1,7 +1,7 @@
 """Adapters of experts in Triton: every pair of a token and an expert for itself.
 
-    s[p, r]     = sum_i x[p, i] A[page(p, r), l, r % 8, i]
-    y[p, o + j] += sum_r s[p, r] Bt[page(p, r), l, r % 8, j]
+    s[p, r]     = sum_i x[p, i] A[l, page(p, r), r % 8, i]
+    y[p, o + j] += sum_r s[p, r] Bt[l, page(p, r), r % 8, j]
 
 p: a pair of a token and one of its experts; page(p, r): where the token's adapter has rank row r of
 that expert; l: the layer's index among those with experts. Tokens of few rows seldom share both
@@ -38,7 +38,7 @@ EXPAND_COLUMNS = 256
 FEW_PAIRS = 64
 """Up to as many, the pages of a pair are shrunk by programs of their own."""
 
-UNSPECIALIZED = ["layer", "layers", "map0", "map1"]
+UNSPECIALIZED = ["layer", "num_pages", "map0", "map1"]
 COUNTED = [*UNSPECIALIZED, "num_pairs"]
 """Integers that are no reason to compile again where they are 1 or multiples of 16."""
 
@@ -63,7 +63,7 @@ def pages_of_pair(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def rank_rows(
-    at: "Any", start: "Any", r: "Any", layer: "Any", layers: "Any", width: "Any",
+    at: "Any", start: "Any", r: "Any", layer: "Any", num_pages: "Any", width: "Any",
     PAGES: tl.constexpr,
 ) -> "Any":
     """Where rank rows r, counted from page `start` on, begin in a pool, and whether they are there.
@@ -72,21 +72,21 @@ def rank_rows(
     """
     each = start + r // 8
     page = tl.load(at + tl.minimum(each, PAGES - 1))
-    first = (tl.maximum(page, 0).to(tl.int64) * layers + layer) * 8
+    first = (layer * num_pages + tl.maximum(page, 0).to(tl.int64)) * 8
     return (first + r % 8) * width, (each < PAGES) & (page >= 0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def pair_delta(
     shrunk: "Any", bt: "Any", at: "Any", count: "Any", n: "Any",
-    width: "Any", layer: "Any", layers: "Any", PAGES: tl.constexpr,
+    width: "Any", layer: "Any", num_pages: "Any", PAGES: tl.constexpr,
 ) -> "Any":
     """Columns n of one pair's delta, float32; shrunk: of the pair. See rank_rows."""
     r = tl.arange(0, 16)
     inside = n < width
     total = tl.zeros([n.shape[0]], dtype=tl.float32)
     for start in range(0, count, 2):
-        rows, used = rank_rows(at, start, r, layer, layers, width, PAGES)
+        rows, used = rank_rows(at, start, r, layer, num_pages, width, PAGES)
         mask = used[:, None] & inside[None, :]
         tile = tl.load(bt + rows[:, None] + n[None, :], mask=mask, other=0.0)
         own = tl.load(shrunk + start * 8 + r, mask=used, other=0.0)
@@ -97,7 +97,7 @@ def pair_delta(
 @triton.jit  # type: ignore[untyped-decorator]
 def token_delta(
     shrunk: "Any", bt: "Any", ids: "Any", shares: "Any", slots: "Any", table: "Any",
-    token: "Any", first: "Any", of: "Any", layer: "Any", layers: "Any", width: "Any",
+    token: "Any", first: "Any", of: "Any", layer: "Any", num_pages: "Any", width: "Any",
     BLOCK_N: tl.constexpr, ACTIVE: tl.constexpr, POWER: tl.constexpr,
     MAPS: tl.constexpr, STRIDE: tl.constexpr, PAGES: tl.constexpr, WIDE: tl.constexpr,
     PDL: tl.constexpr,
@@ -122,14 +122,14 @@ def token_delta(
     at = maps + tl.load(ids + pair) * PAGES
     if PDL:
         if count > 0:
-            rows, used = rank_rows(at, 0, r, layer, layers, width, PAGES)
+            rows, used = rank_rows(at, 0, r, layer, num_pages, width, PAGES)
             prefetch(bt + rows + first)
         gdc_wait()
         gdc_launch_dependents()
     share = tl.load(shares + pair).to(tl.float32)
     total = tl.zeros([BLOCK_N], dtype=tl.float32)
     for start in range(0, count, 2):
-        rows, used = rank_rows(at, start, r, layer, layers, width, PAGES)
+        rows, used = rank_rows(at, start, r, layer, num_pages, width, PAGES)
         used &= own
         factor = tl.load(shrunk + (pair * PAGES + start) * 8 + r, mask=used, other=0.0) * share
         mask = used[:, None] & inside[None, :]
@@ -141,7 +141,7 @@ def token_delta(
 @triton.jit(do_not_specialize=COUNTED)  # type: ignore[untyped-decorator]
 def _shrink(
     x: "Any", shrunk: "Any", a0: "Any", a1: "Any", experts: "Any", slots: "Any", table: "Any",
-    map0: "Any", map1: "Any", layer: "Any", layers: "Any",
+    map0: "Any", map1: "Any", layer: "Any", num_pages: "Any",
     num_pairs: "Any",
     INPUTS: tl.constexpr, COUNT: tl.constexpr, ACTIVE: tl.constexpr, SHARED: tl.constexpr,
     MAPS: tl.constexpr, STRIDE: tl.constexpr, PAGES: tl.constexpr, WIDE: tl.constexpr,
@@ -173,7 +173,7 @@ def _shrink(
     own = x + (pair // SHARED).to(tl.int64) * INPUTS
     each: tl.constexpr = RANKS // 8
     for start in range(tl.program_id(2) * each, count, tl.num_programs(2) * each):
-        rows, used = rank_rows(at, start, r, layer, layers, INPUTS, PAGES)
+        rows, used = rank_rows(at, start, r, layer, num_pages, INPUTS, PAGES)
         total = tl.zeros([RANKS, BLOCK_K], dtype=tl.float32)
         for k0 in tl.range(0, INPUTS, BLOCK_K, loop_unroll_factor=UNROLL):
             k = k0 + tl.arange(0, BLOCK_K)
@@ -188,7 +188,7 @@ def _shrink(
 @triton.jit(do_not_specialize=UNSPECIALIZED)  # type: ignore[untyped-decorator]
 def _expand(
     y: "Any", shrunk: "Any", bt: "Any", experts: "Any", slots: "Any", table: "Any",
-    map0: "Any", layer: "Any", layers: "Any", y_stride: "Any",
+    map0: "Any", layer: "Any", num_pages: "Any", y_stride: "Any",
     OUTPUTS: tl.constexpr, COUNT: tl.constexpr,
     MAPS: tl.constexpr, STRIDE: tl.constexpr, PAGES: tl.constexpr, WIDE: tl.constexpr,
     BLOCK_N: tl.constexpr, PDL: tl.constexpr,
@@ -204,7 +204,7 @@ def _expand(
         n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
         at, count = pages_of_pair(table, slot, map0, expert, MAPS, STRIDE, PAGES, WIDE)
         own = shrunk + pair * (PAGES * 8)
-        delta = pair_delta(own, bt, at, count, n, OUTPUTS, layer, layers, PAGES)
+        delta = pair_delta(own, bt, at, count, n, OUTPUTS, layer, num_pages, PAGES)
         out = y + pair.to(tl.int64) * y_stride + n
         before = tl.load(out, mask=n < OUTPUTS, other=0.0).to(tl.float32)
         tl.store(out, (before + delta).to(y.dtype.element_ty), mask=n < OUTPUTS)
@@ -222,7 +222,7 @@ class PairDeltas:
     slots: int32 [tokens], each token's adapter slot; -1: the base model's.
     table: int32 [slots, maps, experts, pages], an adapter's pages of each map of the experts; -1
     behind the last one.
-    pools: (A, Bt) of each projection, [pages, layers with experts, 8, width] each.
+    pools: (A, Bt) of each projection, [layers with experts, pages, 8, width] each.
     maps: each projection's index in the table.
     """
 

@@ -11,14 +11,14 @@ from torch import Tensor
 from configs.wire.adapters import AdapterKey, AdapterShape, FetchedAdapter
 from modeling.adapters.device_adapter import DeviceAdapter, Pool
 from modeling.adapters.device_copies import CopyEvent, DeviceCopies
-from modeling.adapters.expert_pages import runs
+from modeling.adapters.expert_loads import ExpertLoads
 from modeling.adapters.file_factors import FileBLoads
 from modeling.adapters.host_cache import (
     HostAdapterCache,
     HostCacheSize,
     StagedAdapter,
 )
-from modeling.adapters.host_pages import PAGE_ROWS, HostPage
+from modeling.adapters.host_pages import PAGE_ROWS
 from modeling.adapters.output_rows import OutputRows
 from modeling.adapters.pool_sizes import copy_bytes, linear_bytes, page_bytes
 from modeling.adapters.projection import (
@@ -154,6 +154,7 @@ class AdapterBank:
         )
         transposed = self.projections if self._host_cache.direct_reads and size.slots else ()
         self._file_b = FileBLoads(transposed, size.max_rank, dtype, device)
+        self._expert_loads = ExpertLoads(self.projections if size.slots else (), dtype, device)
 
     @property
     def pool_pages(self) -> tuple[int, ...]:
@@ -263,7 +264,7 @@ class AdapterBank:
     def _copy(self, staged: StagedAdapter, slot: int, table: list[list[int]]) -> None:
         for i, (pool, pages, part) in enumerate(zip(self.pools, staged.pages, table, strict=True)):
             if i in staged.experts:
-                _copy_joined(pages[0], pool, part)
+                self._expert_loads.load(pages[0], pool.a, pool.bt, part)
                 continue
             for page, index in zip(pages, part, strict=True):
                 page.a.copy_to(pool.a[index].flatten(0, 1))
@@ -315,19 +316,12 @@ def _expert_table(
     return tuple(maps.get(i, -1) for i in range(len(projections))), table
 
 
-def _copy_joined(pages: HostPage, pool: Pool, indices: Sequence[int]) -> None:
-    """Queue copies of pages that are as one; neighbours in the pool are copied together."""
-    height = pool.a.shape[1] * PAGE_ROWS
-    for part in runs(indices, 1):
-        target = slice(indices[part.start], indices[part.stop - 1] + 1)
-        pages.a.copy_to(pool.a[target].flatten(0, 2), part.start * height)
-        pages.bt.copy_to(pool.bt[target].flatten(0, 2), part.start * height)
-
-
 def _empty_pool(
     projection: Projection, pages: int, dtype: torch.dtype, device: torch.device
 ) -> Pool:
-    shape = (pages, projection.page_layers, PAGE_ROWS)
+    shape: tuple[int, ...] = (pages, projection.page_layers, PAGE_ROWS)
+    if projection.experts is not None:
+        shape = (projection.page_layers, pages, PAGE_ROWS)
     return Pool(
         a=torch.empty(*shape, projection.local_inputs, dtype=dtype, device=device),
         bt=torch.empty(*shape, projection.local_outputs, dtype=dtype, device=device),

@@ -18,7 +18,8 @@ from modeling.transfer import ints
 class Pool:
     """One projection's rank rows: a [pages, layers, 8, in], bt [pages, layers, 8, out].
 
-    The widths are this rank's own slices. A page of a map of experts is of one expert.
+    The widths are this rank's own slices. Of a map of experts a page is of one expert, and they are
+    [layers, pages, 8, width]: neighbouring pages of one layer are one piece of memory.
     """
 
     a: Tensor
@@ -51,7 +52,7 @@ class ExpertStacks:
         device = pool.a.device
         of_chunks = [pages[chunk.start : chunk.stop] for chunk in own.of_chunks]
         self._pages = [
-            slice(each[0], each[-1] + 1) if len([*runs(each, 1)]) == 1 else ints(each, device)
+            slice(each[0], each[-1] + 1) if len([*runs(each)]) == 1 else ints(each, device)
             for each in of_chunks
         ]
         self._numbers = None
@@ -74,7 +75,7 @@ class ExpertStacks:
         layer: its index among those with experts.
         """
         for pages in self._pages:
-            yield self._pool.a[pages, layer], self._pool.bt[pages, layer]
+            yield self._pool.a[layer][pages], self._pool.bt[layer][pages]
 
 
 class DeviceAdapter:

@@ -1,7 +1,7 @@
 """Pages of routed experts' factors: each has LoRA rank rows of one map of one expert.
 
-An adapter takes them for the experts that it adapts. In host memory they are one matrix after the
-other, in the order of `ExpertPages`.
+An adapter takes them for the experts that it adapts. In host memory all of them are one matrix: the
+pages' rows of the first layer, in the order of `ExpertPages`, then those of the next one.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -63,17 +63,15 @@ class ExpertPages:
         bt: [layers, r, out], in the pools' type.
         """
         assert projection.experts is not None
-        experts, height = len(projection.experts.own), projection.page_layers * PAGE_ROWS
+        experts = len(projection.experts.own)
         numbers = {expert: n for n, expert in enumerate(self.own)}
-        firsts = [
-            numbers[layer % experts] * height + layer // experts * PAGE_ROWS for layer in layers
-        ]
-        for part in runs(firsts, height):
+        blocks = [layer // experts * self.num_pages + numbers[layer % experts] for layer in layers]
+        for part in runs(blocks):
             for chunk in range(-(-a.shape[1] // PAGE_ROWS)):
-                first = firsts[part.start] + chunk * self.count * height
+                first = (blocks[part.start] + chunk * self.count) * PAGE_ROWS
                 rows = slice(chunk * PAGE_ROWS, (chunk + 1) * PAGE_ROWS)
-                page.a.write_spaced(first, height, a[part, rows])
-                page.bt.write_spaced(first, height, bt[part, rows])
+                page.a.write_blocks(first, a[part, rows])
+                page.bt.write_blocks(first, bt[part, rows])
 
 
 class AdaptedExpert(NamedTuple):
@@ -94,10 +92,10 @@ def pages_of_maps(
     return {i: ExpertPages.of(matrices[i], found[i]) for i in sorted(found)}
 
 
-def runs(numbers: Sequence[int], step: int) -> Iterator[slice]:
-    """Yield the longest parts in which each number is the one before it plus `step`."""
+def runs(numbers: Sequence[int]) -> Iterator[slice]:
+    """Yield the longest parts in which each number is the one before it plus 1."""
     start = 0
     for at in range(1, len(numbers) + 1):
-        if at == len(numbers) or numbers[at] != numbers[at - 1] + step:
+        if at == len(numbers) or numbers[at] != numbers[at - 1] + 1:
             yield slice(start, at)
             start = at

@@ -1,6 +1,6 @@
 """Adapters of routed experts and of routers, in steps that are not captured.
 
-    y[p, o + j] += sum_r (sum_i x[p, i] A[e(p), l, r, i]) Bt[e(p), l, r, j]
+    y[p, o + j] += sum_r (sum_i x[p, i] A[l, e(p), r, i]) Bt[l, e(p), r, j]
 
 p: a token and one of the experts that compute it; e(p): that expert; l: the index of the layer
 among those that have experts. Pairs are sorted by expert, so that each 8 rank rows are two grouped

@@ -1,7 +1,7 @@
 """Pages of staged adapters in host memory.
 
 A page of a projection has two matrices, A and Bt, each [layers * 8, width]. All pages of a map of
-experts are as one page, [pages * layers * 8, width].
+experts are as one page, [layers * pages * 8, width].
 """
 
 from bisect import bisect_right
@@ -56,18 +56,18 @@ class HostMatrix:
             rows = padded
         self._write_pages(layers[0] * PAGE_ROWS, rows)
 
-    def write_spaced(self, first: int, step: int, rows: Tensor) -> None:
-        """Write blocks of rows, [blocks, n, width], from row `first`, `first + step` ... on."""
-        num_blocks, count, width = rows.shape
+    def write_blocks(self, first: int, rows: Tensor) -> None:
+        """Write rows [blocks, n <= 8, width], each block 8 rows behind the one before it."""
+        num_blocks, count, _ = rows.shape
         done = 0
         while self.ranges and done < num_blocks:
-            start = first + done * step
+            start = first + done * PAGE_ROWS
             index = bisect_right(self.firsts, start) - 1
             part = self.ranges[index][start - self.firsts[index] :]
-            whole = min((len(part) - count) // step + 1, num_blocks - done)
-            if whole > 0:
-                target = part.as_strided((whole, count, width), (step * width, width, 1))
-                target.copy_(rows[done : done + whole])
+            whole = min(len(part) // PAGE_ROWS, num_blocks - done)
+            if whole:
+                own = part[: whole * PAGE_ROWS].view(whole, PAGE_ROWS, -1)
+                own[:, :count].copy_(rows[done : done + whole])
             else:  # A piece may end within a block.
                 whole = 1
                 self.write(start, rows[done])

@@ -1,8 +1,8 @@
 """The kernels of `triton_experts.py`: of one pair, and of a tile of one expert's pairs.
 
 With DELTAS they add what adapters change, before silu and to the sum of a token's pairs: see
-`modeling.triton_pairs`. layer: its index among those with experts, of which there are `layers`;
-map0, map1: the maps' indices in the table of adapters' pages.
+`modeling.triton_pairs`. layer: its index among those with experts; num_pages: of a pool. map0,
+map1: the maps' indices in the table of adapters' pages.
 """
 
 from typing import Any
@@ -46,7 +46,7 @@ def enter_kernel(
 def enter_deltas_kernel(
     ids: "Any", counts: "Any", order: "Any", deltas: "Any", num_tokens: "Any", num_pairs: "Any",
     shrunk: "Any", bt0: "Any", bt1: "Any", slots: "Any", table: "Any",
-    map0: "Any", map1: "Any", layer: "Any", layers: "Any",
+    map0: "Any", map1: "Any", layer: "Any", num_pages: "Any",
     WIDTH: tl.constexpr, ACTIVE: tl.constexpr, BLOCK_N: tl.constexpr,
     MAPS: tl.constexpr, STRIDE: tl.constexpr, PAGES: tl.constexpr, WIDE: tl.constexpr,
     PDL: tl.constexpr,
@@ -66,7 +66,7 @@ def enter_deltas_kernel(
     at, count = pages_of_pair(table, slot, of, expert, MAPS, STRIDE, PAGES, WIDE)
     if PDL:
         if count > 0:
-            rows, _ = rank_rows(at, 0, tl.arange(0, 16), layer, layers, WIDTH, PAGES)
+            rows, _ = rank_rows(at, 0, tl.arange(0, 16), layer, num_pages, WIDTH, PAGES)
             lines = tl.minimum(first + tl.arange(0, BLOCK_N // 64) * 64, WIDTH - 1)
             prefetch(bt + rows[:, None] + lines[None, :])
         gdc_wait()
@@ -77,7 +77,7 @@ def enter_deltas_kernel(
     n = first + tl.arange(0, BLOCK_N)
     row = target * num_pairs + pair
     own = shrunk + row * (PAGES * 8)
-    delta = pair_delta(own, bt, at, count, n, WIDTH, layer, layers, PAGES)
+    delta = pair_delta(own, bt, at, count, n, WIDTH, layer, num_pages, PAGES)
     tl.store(deltas + row.to(tl.int64) * WIDTH + n, delta, mask=n < WIDTH)
 
 
@@ -240,7 +240,7 @@ def sum_kernel(
 def sum_deltas_kernel(
     out: "Any", y: "Any", counts: "Any", ids: "Any", shares: "Any",
     shrunk: "Any", bt: "Any", slots: "Any", table: "Any",
-    map0: "Any", layer: "Any", layers: "Any",
+    map0: "Any", layer: "Any", num_pages: "Any",
     WIDTH: tl.constexpr, ACTIVE: tl.constexpr, PAIRS: tl.constexpr, BLOCK_N: tl.constexpr,
     EXPERTS: tl.constexpr, COUNTS: tl.constexpr,
     MAPS: tl.constexpr, STRIDE: tl.constexpr, PAGES: tl.constexpr, WIDE: tl.constexpr,
@@ -249,7 +249,7 @@ def sum_deltas_kernel(
     """`sum_kernel` with the deltas of the token's pairs by their weights."""
     token, first = tl.program_id(0), tl.program_id(1) * BLOCK_N
     total = token_delta(
-        shrunk, bt, ids, shares, slots, table, token, first, map0, layer, layers,
+        shrunk, bt, ids, shares, slots, table, token, first, map0, layer, num_pages,
         WIDTH, BLOCK_N, ACTIVE, PAIRS, MAPS, STRIDE, PAGES, WIDE, PDL,
     )
     sum_pairs(out, y, counts, token, first, total, WIDTH, ACTIVE, PAIRS, BLOCK_N, EXPERTS, COUNTS)
@@ -259,7 +259,7 @@ def sum_deltas_kernel(
 def up_of_pair_kernel(
     x: "Any", weight: "Any", ids: "Any", inner: "Any", num_pairs: "Any",
     shrunk: "Any", bt0: "Any", bt1: "Any", slots: "Any", pages: "Any",
-    map0: "Any", map1: "Any", layer: "Any", layers: "Any",
+    map0: "Any", map1: "Any", layer: "Any", num_pages: "Any",
     INPUTS: tl.constexpr, WIDTH: tl.constexpr, ACTIVE: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     DELTAS: tl.constexpr, MAPS: tl.constexpr, STRIDE: tl.constexpr, PAGES: tl.constexpr,
@@ -286,10 +286,10 @@ def up_of_pair_kernel(
     if DELTAS:
         slot, own = tl.load(slots + pair // ACTIVE), shrunk + pair * (PAGES * 8)
         at, of_gate = pages_of_pair(pages, slot, map0, expert, MAPS, STRIDE, PAGES, WIDE)
-        summed += pair_delta(own, bt0, at, of_gate, n, WIDTH, layer, layers, PAGES)
+        summed += pair_delta(own, bt0, at, of_gate, n, WIDTH, layer, num_pages, PAGES)
         at, of_up = pages_of_pair(pages, slot, map1, expert, MAPS, STRIDE, PAGES, WIDE)
         own += num_pairs * (PAGES * 8)
-        upper += pair_delta(own, bt1, at, of_up, n, WIDTH, layer, layers, PAGES)
+        upper += pair_delta(own, bt1, at, of_up, n, WIDTH, layer, num_pages, PAGES)
     value = summed * tl.sigmoid(summed) * upper
     tl.store(inner + pair * WIDTH + n, value.to(inner.dtype.element_ty))
 
@@ -298,7 +298,7 @@ def up_of_pair_kernel(
 def down_of_token_kernel(
     inner: "Any", weight: "Any", ids: "Any", shares: "Any", y: "Any",
     shrunk: "Any", bt: "Any", slots: "Any", pages: "Any",
-    map0: "Any", layer: "Any", layers: "Any",
+    map0: "Any", layer: "Any", num_pages: "Any",
     INPUTS: tl.constexpr, WIDTH: tl.constexpr, ACTIVE: tl.constexpr, POWER: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     LINE: tl.constexpr, LINES: tl.constexpr,
@@ -330,7 +330,7 @@ def down_of_token_kernel(
     if DELTAS:
         total += token_delta(
             shrunk, bt, ids, shares, slots, pages, token, tl.program_id(0) * BLOCK_N, map0,
-            layer, layers, WIDTH, BLOCK_N, ACTIVE, POWER, MAPS, STRIDE, PAGES, WIDE, False,
+            layer, num_pages, WIDTH, BLOCK_N, ACTIVE, POWER, MAPS, STRIDE, PAGES, WIDE, False,
         )
     tl.store(y + token * WIDTH + n, total.to(y.dtype.element_ty))
 

@@ -20,11 +20,13 @@ class AdapterPages:
         return all(len(free) + extra >= count for free, count, extra in rows)
 
     def allocate(self, counts: Sequence[int]) -> tuple[int, list[list[int]]]:
-        """Take a slot and `counts[i]` pages of projection i, ascending: neighbours load faster."""
+        """Take a slot and `counts[i]` pages of projection i, the lowest first."""
         pages = []
         for free, count in zip(self._pages, counts, strict=True):
             assert count <= len(free), (count, len(free))
-            pages.append(sorted(free.pop() for _ in range(count)))
+            # An adapter's pages are read best where they are neighbours.
+            free.sort(reverse=True)
+            pages.append([free.pop() for _ in range(count)])
         return self._slots.pop(), pages
 
     def release(self, slot: int, pages: Sequence[Sequence[int]]) -> None:

@@ -74,7 +74,7 @@ def test_experts_adapted(tokens: int) -> None:
     shares, counts = best.bfloat16(), torch.zeros(count, dtype=torch.int32, device=CUDA)
 
     def factors(side: int) -> Tensor:
-        return torch.randn(3 * count, 2, 8, side, device=CUDA).mul(0.05).bfloat16()
+        return torch.randn(2, 3 * count, 8, side, device=CUDA).mul(0.05).bfloat16()
 
     sizes = ((hidden, width), (hidden, width), (width, hidden))
     pools = tuple((factors(inputs), factors(outputs)) for inputs, outputs in sizes)
@@ -97,7 +97,7 @@ def test_experts_adapted(tokens: int) -> None:
         for projection, (a, bt) in enumerate(pools):
             for at in range(2) if slot >= 0 else ():
                 page = pages[slot, projection, :, at].to(CUDA)
-                both = (part[page.long().clamp(min=0), 1].float() for part in (a, bt))
+                both = (part[1, page.long().clamp(min=0)].float() for part in (a, bt))
                 delta = torch.einsum("eri,ero->eoi", *both)
                 added[projection] += delta * (page >= 0)[:, None, None]
         whole, below = up.float() + torch.cat(added[:2], 1), down.float() + added[2]

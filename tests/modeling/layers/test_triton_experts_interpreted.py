@@ -86,14 +86,14 @@ def pools(count: int, hidden: int, width: int) -> Any:
     made = []
     for number, (inputs, outputs) in enumerate(shapes):
         free = torch.randperm(20).tolist()
-        a = torch.randn(20, 2, 8, inputs).mul(0.1).half()
-        bt = torch.randn(20, 2, 8, outputs).mul(0.1).half()
+        a = torch.randn(2, 20, 8, inputs).mul(0.1).half()
+        bt = torch.randn(2, 20, 8, outputs).mul(0.1).half()
         for slot, experts in enumerate(EXPERTS):
             for expert in experts:
                 rank = RANKS[slot] if (slot, expert) != (2, 4) else 8 * (number != 1)
                 for at in range(-(-rank // 8)):
                     page = table[slot, number, expert, at] = free.pop()
-                    bt[page, :, max(0, rank - 8 * at) :] = 0
+                    bt[:, page, max(0, rank - 8 * at) :] = 0
         made.append((a, bt))
     empty = (a[:0], bt[:0])
     return table, (empty, made[0], made[1], empty, made[2])
@@ -104,7 +104,7 @@ def delta(x: Tensor, table: Tensor, pool: tuple[Tensor, Tensor], slot: int, expe
     added = torch.zeros(pool[1].shape[3])
     for page in table[slot, expert].tolist():
         if page >= 0:
-            a, bt = (part[page, 1].float() for part in pool)
+            a, bt = (part[1, page].float() for part in pool)
             added += x @ a.t() @ bt
     return added
 

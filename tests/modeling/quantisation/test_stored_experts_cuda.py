@@ -161,7 +161,7 @@ def has_factors(slot: int, expert: int) -> bool:
 
 @dataclass(frozen=True)
 class Factors:
-    """Factors of gate and up, or of both at once, and of down: (A, Bt) [pages, layers, 8, side].
+    """Factors of gate and up, or of both at once, and of down: (A, Bt) [layers, pages, 8, side].
 
     There are two layers; the second is looked at. Each `count` pages are of all experts.
     """
@@ -174,7 +174,7 @@ class Factors:
         """Make them for maps (inputs, outputs)."""
 
         def factors(side: int) -> Tensor:
-            return torch.randn(5 * count, 2, 8, side, device="cuda").mul(0.05).bfloat16()
+            return torch.randn(2, 5 * count, 8, side, device="cuda").mul(0.05).bfloat16()
 
         return cls(tuple((factors(inputs), factors(out)) for inputs, out in maps), count)
 
@@ -199,7 +199,7 @@ class Factors:
         def delta(x: Tensor, projection: int) -> Tensor:
             own = PAGES[slot] if has_factors(slot, number) else ()
             pages = [page * self.count + number for page in own]
-            a, bt = (part[pages, 1] for part in self.pools[projection])
+            a, bt = (part[1, pages] for part in self.pools[projection])
             return x @ a.flatten(0, 1).float().T @ bt.flatten(0, 1).float()
 
         last = len(self.pools) - 1

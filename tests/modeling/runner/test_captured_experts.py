@@ -66,7 +66,7 @@ class Loop:
             of_map = self.bank.expert_table[slot, self.bank.expert_maps[projection]]
             for page in of_map[expert].tolist():
                 if page >= 0:
-                    a, bt = (part[page, layer] for part in (pool.a, pool.bt))
+                    a, bt = (part[layer, page] for part in (pool.a, pool.bt))
                     y[pair, offset : offset + bt.shape[1]] += x[pair] @ a.t() @ bt
 
 

@@ -17,6 +17,15 @@ def test_slots_and_pages_are_taken_and_given_back() -> None:
     pages.check([], [])
 
 
+def test_an_adapter_gets_neighbours_where_there_are_some() -> None:
+    pages = AdapterPages(num_pages=(7,), num_slots=9)
+    held = [pages.allocate((count,)) for count in (2, 1, 3)]
+    for slot, taken in (held[2], held[0]):
+        pages.release(slot, taken)
+    assert pages.allocate((3,))[1] == [[0, 1, 3]]
+    assert pages.allocate((2,))[1] == [[4, 5]]
+
+
 def test_pools_may_differ_in_size() -> None:
     pages = AdapterPages(num_pages=(4, 1, 0), num_slots=3)
     slot, taken = pages.allocate((1, 1, 0))
