@@ -50,13 +50,14 @@ def check_loaded(bank: AdapterBank, slot: int, folder: Path) -> None:
     wanted = {module.position: module.b @ module.a for module in adapter.read()}
     loaded = bank.loaded(slot)
     for index, projection in enumerate(MAPS[1:], start=1):
-        pool, table = bank.pools[index], bank.expert_table[slot, bank.expert_maps[index]]
+        pool = bank.pools[index].a.cpu(), bank.pools[index].bt.cpu()
+        table = bank.expert_table[slot, bank.expert_maps[index]].cpu()
         own = adapter.expert_pages[index].own if index in adapter.expert_pages else ()
         assert loaded.adapts(index) == bool(own)
         for layer, expert in itertools.product(range(len(NUMBERS)), range(COUNT)):
             pages = table[expert][table[expert] >= 0].long()
             assert (len(pages) > 0) == (expert in own)
-            a, bt = (part[layer, pages].flatten(0, 1) for part in (pool.a, pool.bt))
+            a, bt = (part[layer, pages].flatten(0, 1) for part in pool)
             of_file = [w for at, w in wanted.items()
                        if (at.projection, at.layer) == (index, layer * COUNT + expert)]  # fmt: skip
             nothing = torch.zeros(projection.out_features, projection.in_features)
@@ -64,8 +65,8 @@ def check_loaded(bank: AdapterBank, slot: int, folder: Path) -> None:
             if expert in own:
                 stacks = [*loaded.experts[index].at(layer)]
                 at = own.index(expert)
-                assert torch.equal(torch.cat([a[at] for a, _ in stacks]), a)
-                assert torch.equal(torch.cat([bt[at] for _, bt in stacks]), bt)
+                assert torch.equal(torch.cat([a[at] for a, _ in stacks]).cpu(), a)
+                assert torch.equal(torch.cat([bt[at] for _, bt in stacks]).cpu(), bt)
 
 
 @pytest.mark.parametrize("scattered", [False, True])
@@ -94,6 +95,23 @@ def test_what_lies_on_the_pages(
         others = [page for page in range(12) if page not in taken]
         assert pool.a[:, others].isnan().all(), "a page of another adapter was written"
     bank.check()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("load_bytes", [1000, 2**20])
+def test_loads_on_a_gpu(tmp_path: Path, load_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On neighbouring pages and on scattered ones."""
+    monkeypatch.setattr(expert_loads, "LOAD_BYTES", load_bytes)
+    bank = AdapterBank(MAPS, SIZE, torch.float32, torch.device("cuda"))
+    free = random.Random(5).sample(range(12), 12)
+    for key, experts in enumerate((ALL, FEW)):
+        folder = write(tmp_path / str(key), experts, 9)
+        counts = bank.stage(fetched(folder, key)).num_pages
+        for slot, pages in enumerate((range(12), free)):
+            loaded = bank.load(AdapterKey(key), slot, [list(pages[:count]) for count in counts])
+            loaded.wait()
+            check_loaded(bank, slot, folder)
 
 
 def test_a_slot_s_next_adapter_leaves_nothing_in_the_table(tmp_path: Path) -> None:
