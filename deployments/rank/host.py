@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch
 from torch.distributed import Store, TCPStore
 
-from configs.engine import EngineConfig
+from configs.engine import Device, EngineConfig
 from configs.env import read_kernels
 from configs.wire.plan import Capacity
 from deployments.rank.messages import LoadReport, MeasuredMemory, StoreAddress
@@ -65,10 +65,15 @@ class RankHost:
         self._loaded: LoadedRunner | None = None
         self._runner: BaseRunner | None = None
 
-    def prepare(self) -> None:
-        """Import what a start needs and make the CUDA context; takes no memory beyond that."""
-        device = self._enter_thread()
-        preload(self._config.attention, device)
+    def prepare(self, context: bool = True) -> None:
+        """Import what a start needs and make the CUDA context; takes no memory beyond that.
+
+        context: False where the process has no GPU yet.
+        """
+        # To ask for the present device would choose one.
+        has_gpu = torch.cuda.is_available() and self._config.device is not Device.CPU
+        device = self._enter_thread() if context or not has_gpu else torch.device("cuda")
+        preload(self._config.attention, device, context)
 
     def free_device_bytes(self) -> int | None:
         """Return the free memory of this rank's GPU; None on a CPU."""

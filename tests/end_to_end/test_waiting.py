@@ -1,0 +1,52 @@
+"""Processes that are started ahead of their driver, on a node that says that it has a GPU."""
+
+from collections.abc import Iterator
+
+import pytest
+import ray
+
+from configs.engine import EngineConfig
+from configs.observability import LogFormat
+from deployments.rank.waiting import acquire, start_ahead, waiting_ranks
+
+pytestmark = pytest.mark.ray
+
+TEXT = LogFormat.TEXT
+
+
+@pytest.fixture
+def node() -> Iterator[None]:
+    ray.init("local", num_cpus=2, num_gpus=2, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+def engine(**given: object) -> EngineConfig:
+    return EngineConfig.model_validate({"model": {"id": "made"}, **given})
+
+
+@pytest.mark.usefixtures("node")
+def test_a_driver_takes_the_process_of_each_rank_and_says_its_gpu() -> None:
+    start_ahead(engine(tensor_parallel=2), TEXT)
+    there = waiting_ranks(2, TEXT)
+    assert sorted(there) == [0, 1]
+    assert waiting_ranks(2, LogFormat.JSON) == {}
+    for rank, gpu in ((0, "1"), (1, "0")):
+        found = acquire(there[rank], (gpu,))
+        assert found is not None
+        assert found.known is None
+        assert ray.get(found.actor.process.remote()).gpus == (gpu,)
+        # It is of this GPU from now on.
+        assert acquire(there[rank], ("7",)) is None
+    assert waiting_ranks(2, TEXT) == {}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"device": "cpu"}, {"tensor_parallel": 3}, {"recovery": {"standby": False}}],
+    ids=str,
+)
+@pytest.mark.usefixtures("node")
+def test_none_where_no_driver_would_take_it(given: dict[str, object]) -> None:
+    start_ahead(engine(**given), TEXT)
+    assert waiting_ranks(3, TEXT) == {}
