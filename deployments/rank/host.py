@@ -21,7 +21,7 @@ from modeling.runner.preload import preload
 from modeling.runner.report import RunnerReport
 from modeling.runner.select import load_runner
 from modeling.runner.shared import BaseRunner, LoadedRunner
-from sharding.connect import connect
+from sharding.connect import connect, measured_sums
 from sharding.group import TensorParallel
 from sharding.progress import timed
 
@@ -92,7 +92,8 @@ class RankHost:
         warn_of_other_kernels(device)
         size, all_reduce = self._config.tensor_parallel, self._config.all_reduce
         with timed("connecting the ranks"):
-            self._group = connect(store, self._rank, size, device, timeout_s, all_reduce)
+            known = None if before is None else before.sums
+            self._group = connect(store, self._rank, size, device, timeout_s, all_reduce, known)
         # With an ordinal, this process sees GPUs of other ranks, too, and must not use them.
         spread = self._cuda_ordinal is None
         self._loaded = load_runner(self._config, self._group, device, spread)
@@ -101,7 +102,8 @@ class RankHost:
             return before
         tokens = self._config.limits.max_batch_total_tokens
         allowed = sys.maxsize if tokens is None else self._loaded.blocks_of(tokens)
-        return MeasuredMemory(min(self._loaded.measure(), allowed), free)
+        num_blocks = min(self._loaded.measure(), allowed)
+        return MeasuredMemory(num_blocks, free, measured_sums(self._group))
 
     def _agreed(self, holds: bool, device: torch.device) -> bool:
         """Whether it holds on all ranks: they measure together, or none does."""
