@@ -8,12 +8,12 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import ray
 from ray.actor import ActorHandle
-from ray.util.placement_group import PlacementGroup
+from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import (
     NodeAffinitySchedulingStrategy,
     PlacementGroupSchedulingStrategy,
@@ -28,7 +28,13 @@ from deployments.rank.messages import LoadReport, MeasuredMemory
 from deployments.rank.processes import await_end, sigkill, this_process
 from deployments.rank.standby import Detached, Known, RankProcess, StandbyRanks
 from deployments.rank.transport import Listener, RankLinks, RanksLost
-from deployments.rank.waiting import FreeProcess, acquire, start_detached, waiting_ranks
+from deployments.rank.waiting import (
+    FreeProcess,
+    acquire,
+    num_gpus_here,
+    start_detached,
+    waiting_ranks,
+)
 
 _ENDING_SECONDS = 10.0
 
@@ -157,46 +163,54 @@ class RayRanks:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def _found_or_spawned(self) -> list[ActorHandle]:
-        """Return a process for each rank: one that waits for a driver, or a new one."""
+        """Return a process for each rank: all wait for a driver, or all are new."""
         ranks = range(self._num_ranks)
         found = self._find() if self._wants_standby else {}
-        known = [found[rank].known if rank in found else None for rank in ranks]
-        memories = [each.memory for each in known if each and each.config == self._digest]
-        if len(memories) == len(ranks):
-            self._measured, self._replaces = list(memories), True
-        return [found[rank].actor if rank in found else self._spawn(rank) for rank in ranks]
+        if len(found) < self._num_ranks:
+            for process, _ in found.values():
+                self._ending.append(_kill_process(ray.get(process.process.remote())))
+            return [self._spawn(rank) for rank in ranks]
+        known = [found[rank].known for rank in ranks]
+        if all(each is not None and each.config == self._digest for each in known):
+            self._measured = [each and each.memory for each in known]
+            self._replaces = True
+        return [found[rank].actor for rank in ranks]
 
     def _find(self) -> dict[int, FreeProcess]:
         """Acquire processes of this node that wait for a driver, by rank."""
-        there = waiting_ranks(self._num_ranks, self._log_format)
-        if not there or self._rank_bundle(0).get("GPU", 0) > 1:
+        num_gpus = self._rank_bundle(0).get("GPU", 0)
+        if self._bundles is None or num_gpus > 1:
             return {}
-        bundles = self._ask_bundles(sorted(there))  # before any is acquired: it may fail
+        nodes = placement_group_table(self._bundles)["bundles_to_node_id"]
         here = ray.get_runtime_context().get_node_id()
-        found = {}
-        for rank, (node, gpus) in zip(sorted(there), bundles, strict=True):
-            acquired = acquire(there[rank], gpus) if node == here else None
-            if acquired is not None:
-                found[rank] = acquired
-        logger.info("%d of %d ranks' processes waited for this driver", len(found), len(bundles))
+        there = waiting_ranks(self._num_ranks, self._log_format)
+        there = {rank: each for rank, each in there.items() if nodes[1 + rank] == here}
+        # Before any is acquired, as this may fail.
+        gpus = self._gpus(there) if num_gpus else dict.fromkeys(there, ())
+        acquired = {rank: acquire(each, gpus[rank]) for rank, each in there.items()}
+        found = {rank: process for rank, process in acquired.items() if process is not None}
+        if there:
+            logger.info("processes that waited for a driver: of ranks %s", sorted(found))
         return found
 
-    def _ask_bundles(self, ranks: Sequence[int]) -> list[tuple[str, tuple[str, ...]]]:
-        """Ask the bundles of these ranks for their node and Ray's ids of their GPUs."""
-        tasks = []
-        for rank in ranks:
-            bundle = self._rank_bundle(rank)
-            task = ray.remote(_bundle).options(
-                num_cpus=bundle.get("CPU", 0),
-                num_gpus=bundle.get("GPU", 0),
-                name="where",
-                scheduling_strategy=self._in_bundle(rank),
-            )
-            tasks.append(task.remote())
-        found: list[tuple[str, tuple[str, ...]]] = ray.get(
-            tasks, timeout=self._config.recovery.start_timeout_s
+    def _gpus(self, there: Mapping[int, Sequence[ActorHandle]]) -> dict[int, tuple[str, ...]]:
+        """Return Ray's ids of the GPUs of these ranks, which are on this node."""
+        held = {rank: ray.get(each[0].process.remote()).gpus for rank, each in there.items()}
+        whole = num_gpus_here() == self._num_ranks == len({*held.values()} - {()})
+        # A group that has all GPUs of the node may take them in any order: it need not ask Ray,
+        # which starts a process for each answer.
+        return held if whole else {rank: self._ask_bundle(rank) for rank in there}
+
+    def _ask_bundle(self, rank: int) -> tuple[str, ...]:
+        bundle = self._rank_bundle(rank)
+        task = ray.remote(_gpu_ids).options(
+            num_cpus=bundle.get("CPU", 0),
+            num_gpus=bundle.get("GPU", 0),
+            name="gpu-ids",
+            scheduling_strategy=self._in_bundle(rank),
         )
-        return found
+        ids: tuple[str, ...] = ray.get(task.remote(), timeout=self._config.recovery.start_timeout_s)
+        return ids
 
     def _spawn_standby(self, rank: int, beside: RankProcess, known: Known) -> ActorHandle:
         """Start a rank's process beside the present one's, for which Ray reserves nothing more.
@@ -257,9 +271,8 @@ class RayRanks:
         return links
 
 
-def _bundle() -> tuple[str, tuple[str, ...]]:
-    """Run in a bundle: return its node and Ray's ids of its GPUs."""
-    return ray.get_runtime_context().get_node_id(), tuple(map(str, ray.get_gpu_ids()))
+def _gpu_ids() -> tuple[str, ...]:
+    return tuple(map(str, ray.get_gpu_ids()))
 
 
 def _kill_process(process: RankProcess) -> Callable[[float], object]:

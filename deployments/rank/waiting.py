@@ -66,13 +66,19 @@ def start_ahead(engine: EngineConfig, log_format: LogFormat) -> None:
 
     They load what a start needs, and learn their GPU from the driver.
     """
-    num_gpus = int(ray.cluster_resources().get("GPU", 0))
     wanted = engine.device is not Device.CPU and engine.recovery.wants_standby(on_gpu=True)
-    if not wanted or num_gpus < engine.tensor_parallel or not this_process().started:
+    if not wanted or num_gpus_here() < engine.tensor_parallel or not this_process().started:
         return
     for rank in range(engine.tensor_parallel):
         actor = start_detached(rank, log_format, (), Detached(None, _AHEAD_S), sees_gpus=True)
         actor.prepare.remote(engine)
+
+
+def num_gpus_here() -> int:
+    """Return how many GPUs this node has for Ray."""
+    here = ray.get_runtime_context().get_node_id()
+    [resources] = [node["Resources"] for node in ray.nodes() if node["NodeID"] == here]
+    return int(resources.get("GPU", 0))
 
 
 def waiting_ranks(size: int, log_format: LogFormat) -> dict[int, list[ActorHandle]]:

@@ -8,6 +8,7 @@ import ray
 from configs.engine import EngineConfig
 from configs.observability import LogFormat
 from deployments.rank.waiting import acquire, start_ahead, waiting_ranks
+from tests.end_to_end.clients import wait_for
 
 pytestmark = pytest.mark.ray
 
@@ -28,8 +29,8 @@ def engine(**given: object) -> EngineConfig:
 @pytest.mark.usefixtures("node")
 def test_a_driver_takes_the_process_of_each_rank_and_says_its_gpu() -> None:
     start_ahead(engine(tensor_parallel=2), TEXT)
+    wait_for(lambda: sorted(waiting_ranks(2, TEXT)) == [0, 1])
     there = waiting_ranks(2, TEXT)
-    assert sorted(there) == [0, 1]
     assert waiting_ranks(2, LogFormat.JSON) == {}
     for rank, gpu in ((0, "1"), (1, "0")):
         found = acquire(there[rank], (gpu,))
