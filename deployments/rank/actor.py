@@ -46,7 +46,7 @@ class RankActor:
         self._detached = detached
         self._guard: Guard | None = None
         if detached is not None:
-            self._guard = Guard(detached.driver, detached.wait_s)
+            self._guard = Guard(detached.driver, detached.wait_s, detached.keeper)
             self._guard.watch()
         self._joined: RankHost | None = None
 

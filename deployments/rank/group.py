@@ -31,6 +31,7 @@ from deployments.rank.transport import Listener, RankLinks, RanksLost
 from deployments.rank.waiting import (
     FreeProcess,
     acquire,
+    keep_spares,
     num_gpus_here,
     start_detached,
     waiting_ranks,
@@ -103,6 +104,8 @@ class RayRanks:
         if self._has_standby:
             known = [Known(self._digest, memory) for memory in measured]
             self._standby.prepare(self._actors, self._processes, known, config)
+            spares = (config, self._log_format)
+            threading.Thread(target=keep_spares, args=spares, name="spares", daemon=True).start()
         return self._links, reports
 
     def stop(self) -> None:
@@ -199,17 +202,22 @@ class RayRanks:
         whole = num_gpus_here() == self._num_ranks == len({*held.values()} - {()})
         # A group that has all GPUs of the node may take them in any order: it need not ask Ray,
         # which starts a process for each answer.
-        return held if whole else {rank: self._ask_bundle(rank) for rank in there}
+        return held if whole else dict(zip(there, self._ask_bundles([*there]), strict=True))
 
-    def _ask_bundle(self, rank: int) -> tuple[str, ...]:
-        bundle = self._rank_bundle(rank)
-        task = ray.remote(_gpu_ids).options(
-            num_cpus=bundle.get("CPU", 0),
-            num_gpus=bundle.get("GPU", 0),
-            name="gpu-ids",
-            scheduling_strategy=self._in_bundle(rank),
-        )
-        ids: tuple[str, ...] = ray.get(task.remote(), timeout=self._config.recovery.start_timeout_s)
+    def _ask_bundles(self, ranks: Sequence[int]) -> list[tuple[str, ...]]:
+        bundle = self._rank_bundle(0)
+        task = ray.remote(_gpu_ids)
+        running = [
+            task.options(
+                num_cpus=bundle.get("CPU", 0),
+                num_gpus=bundle.get("GPU", 0),
+                name="gpu-ids",
+                scheduling_strategy=self._in_bundle(rank),
+            ).remote()
+            for rank in ranks
+        ]
+        timeout_s = self._config.recovery.start_timeout_s
+        ids: list[tuple[str, ...]] = ray.get(running, timeout=timeout_s)
         return ids
 
     def _spawn_standby(self, rank: int, beside: RankProcess, known: Known) -> ActorHandle:
@@ -220,7 +228,7 @@ class RayRanks:
         driver = this_process()
         if beside.node != ray.get_runtime_context().get_node_id() or not driver.started:
             return self._actor(rank, 0, 0, beside.gpus)
-        detached = Detached(driver, UNUSED_S, beside.process, known)
+        detached = Detached(driver, UNUSED_S, None, beside.process, known)
         return start_detached(rank, self._log_format, beside.gpus, detached, bool(beside.gpus))
 
     def _spawn(self, rank: int) -> ActorHandle:

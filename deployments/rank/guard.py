@@ -23,11 +23,16 @@ class Guard:
         self,
         driver: Process | None,
         wait_s: float = UNUSED_S,
+        keeper: Process | None = None,
         end: Callable[[int], object] = os._exit,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """driver: None if none has it yet. wait_s: how long it waits for a driver."""
+        """driver: None if none has it yet. wait_s: how long it waits for one without its keeper.
+
+        keeper: the driver of others that may need it, on the same machine too.
+        """
         self._driver = driver
+        self._keeper = keeper
         self._wait_s = wait_s
         self._end = end
         self._clock = clock
@@ -42,8 +47,7 @@ class Guard:
     def acquire(self, driver: Process) -> bool:
         """Give the process to a driver; False while it has another that lives."""
         with self._lock:
-            present = self._driver
-            if present is not None and present != driver and is_there(present):
+            if self._driver != driver and _lives(self._driver):
                 return False
             self._driver = driver
             return True
@@ -51,7 +55,7 @@ class Guard:
     @property
     def waits(self) -> bool:
         """Whether the process has no driver that lives."""
-        return not self._works and (self._driver is None or not is_there(self._driver))
+        return not self._works and not _lives(self._driver)
 
     def work(self) -> None:
         """End with the driver from now on."""
@@ -60,7 +64,7 @@ class Guard:
     def look(self) -> None:
         """End the process if it is of no use any more."""
         with self._lock:
-            if self._driver is not None and is_there(self._driver):
+            if _lives(self._driver) or (not self._works and _lives(self._keeper)):
                 self._alone_since = self._clock()
             elif self._works or self._clock() - self._alone_since > self._wait_s:
                 self._end(1)
@@ -69,3 +73,7 @@ class Guard:
         while True:
             time.sleep(LOOK_S)
             self.look()
+
+
+def _lives(process: Process | None) -> bool:
+    return process is not None and is_there(process)

@@ -45,12 +45,13 @@ class Known(NamedTuple):
 class Detached(NamedTuple):
     """A process that may outlive its driver.
 
-    driver: on the same node; None: it waits for its first one. wait_s: how long it waits for a
-    driver. beside: the rank that it may replace, and `known` that one's measurements.
+    driver, wait_s, keeper: as in `Guard`. beside: the rank that it may replace, and `known` that
+    one's measurements.
     """
 
     driver: Process | None
     wait_s: float
+    keeper: Process | None = None
     beside: Process | None = None
     known: Known | None = None
 

@@ -27,8 +27,8 @@ from deployments.rank.standby import Detached, Known
 NAMESPACE = "loray-standby"
 _ANSWER_TIMEOUT_S = 10.0
 _ACQUIRE_TIMEOUT_S = 20.0  # The rank before it may have to end first.
-_AHEAD_S = 300.0
-"""How long a process that is started ahead waits for its driver."""
+_AHEAD_S, _SPARE_S = 300.0, 600.0
+"""How long processes wait for their first driver: started ahead of it, or beside another one."""
 
 logger = logging.getLogger("loray.rank.standby")
 
@@ -67,10 +67,23 @@ def start_ahead(engine: EngineConfig, log_format: LogFormat) -> None:
     They load what a start needs, and learn their GPU from the driver.
     """
     wanted = engine.device is not Device.CPU and engine.recovery.wants_standby(on_gpu=True)
-    if not wanted or num_gpus_here() < engine.tensor_parallel or not this_process().started:
-        return
+    if wanted and num_gpus_here() >= engine.tensor_parallel and this_process().started:
+        _start(engine, log_format, Detached(None, _AHEAD_S))
+
+
+def keep_spares(engine: EngineConfig, log_format: LogFormat) -> None:
+    """Have processes wait for a second driver, where this node has GPUs for its ranks, too.
+
+    They take no device memory, and remain for some time after the caller's process.
+    """
+    size = engine.tensor_parallel
+    if num_gpus_here() >= 2 * size and not waiting_ranks(size, log_format):
+        _start(engine, log_format, Detached(None, _SPARE_S, keeper=this_process()))
+
+
+def _start(engine: EngineConfig, log_format: LogFormat, detached: Detached) -> None:
     for rank in range(engine.tensor_parallel):
-        actor = start_detached(rank, log_format, (), Detached(None, _AHEAD_S), sees_gpus=True)
+        actor = start_detached(rank, log_format, (), detached, sees_gpus=True)
         actor.prepare.remote(engine)
 
 

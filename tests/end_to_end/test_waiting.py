@@ -7,7 +7,7 @@ import ray
 
 from configs.engine import EngineConfig
 from configs.observability import LogFormat
-from deployments.rank.waiting import acquire, start_ahead, waiting_ranks
+from deployments.rank.waiting import acquire, keep_spares, start_ahead, waiting_ranks
 from tests.end_to_end.clients import wait_for
 
 pytestmark = pytest.mark.ray
@@ -40,6 +40,19 @@ def test_a_driver_takes_the_process_of_each_rank_and_says_its_gpu() -> None:
         # It is of this GPU from now on.
         assert acquire(there[rank], ("7",)) is None
     assert waiting_ranks(2, TEXT) == {}
+
+
+@pytest.mark.usefixtures("node")
+def test_spares_wait_where_another_group_has_room() -> None:
+    keep_spares(engine(tensor_parallel=2), TEXT)
+    assert waiting_ranks(2, TEXT) == {}
+    for _ in range(2):
+        keep_spares(engine(), TEXT)
+        wait_for(lambda: sorted(waiting_ranks(1, TEXT)) == [0])
+    there = waiting_ranks(1, TEXT)
+    assert len(there[0]) == 1
+    assert acquire(there[0], ("1",)) is not None
+    assert waiting_ranks(1, TEXT) == {}
 
 
 @pytest.mark.parametrize(

@@ -19,10 +19,10 @@ LIVES, ENDED = this_process(), Process(this_process().pid, this_process().starte
 class Watched:
     """A guard with a clock that is set by hand."""
 
-    def __init__(self, driver: Process | None) -> None:
+    def __init__(self, driver: Process | None, keeper: Process | None = None) -> None:
         self.now = 100.0
         self.ends: list[int] = []
-        self.guard = Guard(driver, WAIT_S, self.ends.append, lambda: self.now)
+        self.guard = Guard(driver, WAIT_S, keeper, self.ends.append, lambda: self.now)
 
     def ended_after(self, seconds: float) -> bool:
         self.now += seconds
@@ -44,6 +44,16 @@ def test_it_waits_for_another_driver(driver: Process | None) -> None:
     assert watched.guard.waits
     assert not watched.ended_after(WAIT_S)
     assert watched.ended_after(1.0)
+
+
+@pytest.mark.parametrize(("keeper", "ended"), [(LIVES, False), (ENDED, True)], ids=str)
+def test_its_keeper_needs_it_until_it_works(keeper: Process, ended: bool) -> None:
+    watched = Watched(None, keeper)
+    assert watched.guard.waits
+    assert watched.ended_after(2 * WAIT_S) is ended
+    assert watched.guard.acquire(ENDED)
+    watched.guard.work()
+    assert watched.ended_after(0.0)
 
 
 def test_it_ends_with_the_driver_that_it_works_for() -> None:
