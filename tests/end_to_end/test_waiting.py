@@ -15,11 +15,18 @@ pytestmark = pytest.mark.ray
 TEXT = LogFormat.TEXT
 
 
-@pytest.fixture
-def node() -> Iterator[None]:
+@pytest.fixture(scope="module")
+def ray_node() -> Iterator[None]:
     ray.init("local", num_cpus=2, num_gpus=2, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
+
+
+@pytest.fixture
+def node(ray_node: None) -> Iterator[None]:
+    yield
+    for each in ray.util.list_named_actors(all_namespaces=True):
+        ray.kill(ray.get_actor(**each))
 
 
 def engine(**given: object) -> EngineConfig:
