@@ -1,13 +1,24 @@
-"""Processes that are started ahead of their driver, on a node that says that it has a GPU."""
+"""Processes that wait for a driver, on a node that says that it has GPUs."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import ray
+from ray.util.placement_group import PlacementGroup, placement_group
 
 from configs.engine import EngineConfig
 from configs.observability import LogFormat
-from deployments.rank.waiting import acquire, keep_spares, start_ahead, waiting_ranks
+from deployments.rank.group import RayRanks
+from deployments.rank.standby import Detached
+from deployments.rank.waiting import (
+    acquire,
+    keep_spares,
+    start_ahead,
+    start_detached,
+    waiting_ranks,
+)
+from tests.checkpoints import write_llama
 from tests.end_to_end.clients import wait_for
 
 pytestmark = pytest.mark.ray
@@ -60,6 +71,34 @@ def test_spares_wait_where_another_group_has_room() -> None:
     assert len(there[0]) == 1
     assert acquire(there[0], ("1",)) is not None
     assert waiting_ranks(1, TEXT) == {}
+
+
+@pytest.mark.usefixtures("node")
+def test_a_group_takes_all_of_its_processes_or_none(tmp_path: Path) -> None:
+    model = write_llama(tmp_path / "model")
+    given = {"model": {"id": str(model)}, "device": "cpu", "cache": {"num_blocks": 64}}
+    config = engine(**given, tensor_parallel=2, recovery={"standby": True})
+    bundles = placement_group([{"CPU": 0.1}] * 3)
+    ray.get(bundles.ready())
+    waiting = Detached(None, 600.0)
+    lone = start_detached(0, TEXT, (), waiting, sees_gpus=False)
+    pids = served_by(config, model, bundles)
+    with pytest.raises(ray.exceptions.RayError):
+        ray.get(lone.process.remote())  # It was of no use, and takes nothing any more.
+    both = [start_detached(rank, TEXT, (), waiting, sees_gpus=False) for rank in range(2)]
+    expected = [process.process.pid for process in ray.get([x.process.remote() for x in both])]
+    assert set(pids).isdisjoint(expected)
+    assert served_by(config, model, bundles) == expected
+
+
+def served_by(config: EngineConfig, model: Path, bundles: PlacementGroup) -> list[int]:
+    """Start a group in these bundles and end it; returns the processes of its ranks."""
+    group = RayRanks(config, str(model), bundles)
+    try:
+        _, reports = group.start()
+        return [report.pid for report in reports]
+    finally:
+        group.release()
 
 
 @pytest.mark.parametrize(
