@@ -67,7 +67,8 @@ def with_symmetric_memory(
     reason = unreachable(peers(ranks, store, device))
     if reason is None:
         try:
-            mapped = map_buffer(2 * LARGEST_BYTES + peer_bytes(ranks.size), device)
+            with timed("mapping buffers of sums"):
+                mapped = map_buffer(2 * LARGEST_BYTES + peer_bytes(ranks.size), device)
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
     # A rank that failed alone must not leave the others in a barrier.
@@ -79,7 +80,8 @@ def with_symmetric_memory(
     peer_buffers = PeerBuffers(of_norms.memory, of_norms.addresses)
     known = of_rank_0(ranks, store, known)
     with torch.inference_mode():
-        dtypes, reason = correct_dtypes(ranks, buffers, sums, device)
+        with timed("comparing sums"):
+            dtypes, reason = correct_dtypes(ranks, buffers, sums, device)
         if not dtypes:
             return _without(ranks, wanted, reason)
         if known is None:

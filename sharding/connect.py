@@ -11,6 +11,7 @@ from configs.engine import AllReduce
 from configs.wire.sums import MeasuredSums
 from sharding.all_reduce import with_symmetric_memory
 from sharding.group import ProcessGroupRanks, SingleRank, TensorParallel
+from sharding.progress import timed
 from sharding.symmetric import SymmetricRanks, world
 
 
@@ -39,6 +40,8 @@ def connect(
     dist.init_process_group("nccl", store=store, rank=rank, world_size=size, timeout=timeout)
     backend = cast(dist.ProcessGroup, world()._get_backend(device))
     ranks = ProcessGroupRanks(backend, "nccl")
+    with timed("NCCL's first sum"):  # It connects the ranks.
+        ranks.maximum([0.0], device)
     return with_symmetric_memory(ranks, store, device, all_reduce, known)
 
 
