@@ -224,11 +224,12 @@ def _match(keys: Iterable[str], adapter: PeftAdapter, faults: Faults) -> dict[st
     if adapter.plan.use_dora:
         idle |= {magnitude_key(module) for module in known}
     found: dict[str, set[str]] = {module: set() for module in adapter.ends.copied}
+    other_names = adapter.other_names
     unknown = []
     for key in set(keys) - idle:
         for module, side in factors.get(key, ()):
             found.setdefault(module, set()).add(side)
-        if key not in factors and key not in adapter.other_names:
+        if key not in factors and key not in other_names:
             unknown.append(key)
     # Faults that were found before concern embedding or heads: their tensors are refused once.
     unknown = [k for k in unknown if not (faults and (_names_end(k) or k == SCORE_KEY))]

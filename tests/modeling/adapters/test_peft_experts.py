@@ -12,6 +12,7 @@ from torch import Tensor
 
 from configs.adapters import AdaptersConfig
 from configs.wire.adapters import AdapterError
+from modeling.adapters import peft_experts
 from modeling.adapters.peft import open_adapter
 from modeling.adapters.projection import ExpertMatrices, Projection, ProjectionKind
 from modeling.models.generic.routed_projections import CONVERTED
@@ -115,6 +116,26 @@ def test_one_expert_alone(tmp_path: Path) -> None:
     adapter = open_adapter(write_lora(tmp_path, GATE), MAPS, 8)
     ((at, rank),) = adapter.ranks.items()
     assert (at.projection, at.layer, rank) == (1, 2, 4)
+
+
+def test_a_file_s_names_are_not_made_for_each_tensor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An adapter of all experts has tens of thousands."""
+    real: Any = peft_experts.ExpertTensors.names
+    calls: list[Any] = []
+
+    def names(self: Any) -> Any:
+        calls.append(self)
+        return real.__get__(self)
+
+    monkeypatch.setattr(peft_experts.ExpertTensors, "names", property(names))
+    for count in (1, COUNT):
+        own = [single(4, expert, "gate_proj", (HIDDEN, INNER)) for expert in range(count)]
+        before = len(calls)
+        tensors = {key: tensor for each in own for key, tensor in each.items()}
+        open_adapter(write_lora(tmp_path / str(count), tensors), MAPS, 8)
+        assert len(calls) - before == 1
 
 
 def spread(own: range) -> tuple[Projection, ...]:
