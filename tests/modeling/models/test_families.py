@@ -13,12 +13,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from configs.architectures.select import load_architecture
-from modeling.adapters.product import OutputSlice
+from modeling.adapters.product import AdapterData, OutputSlice
 from modeling.models.base import PagedModel
 from modeling.models.select import build_model
 from sharding.checkpoint import DummySource, SafetensorsCheckpoint
 from sharding.group import SingleRank, TensorParallel
-from sharding.linear_weight import LinearWeight
 from sharding.loader import Weights
 from sharding.slicing import width
 from tests.checkpoints import VARIANTS, load_oracle, oracle_greedy, oracle_logits, write_llama
@@ -206,26 +205,11 @@ def test_tokens_that_are_cached_already_need_no_storing(usual: Checkpoint) -> No
 
 
 @dataclass
-class Recorder:
+class Recorder(AdapterData):
     """Adapter data that adds nothing and remembers who asked."""
 
     model: PagedModel
     asked: list[tuple[int, int, int]]
-
-    def has_product(
-        self, x: Tensor, weight: LinearWeight, targets: tuple[OutputSlice, ...]
-    ) -> bool:
-        return False
-
-    def product(
-        self,
-        y: Tensor,
-        x: Tensor,
-        weight: LinearWeight,
-        layer: int,
-        targets: tuple[OutputSlice, ...],
-    ) -> None:
-        raise AssertionError
 
     def add(self, y: Tensor, x: Tensor, layer: int, targets: tuple[OutputSlice, ...]) -> None:
         for target in targets:
