@@ -49,7 +49,7 @@ _FIXED: dict[str, Any] = {
 class Eagle3Architecture(Config):
     """One decoder layer over embedded tokens beside the target model's states.
 
-    target_size: width of a state. draft_vocab_size: tokens that can be guessed; None: all, by the
+    draft_vocab_size: tokens that can be guessed; None: all, by the
     target's head where the files have none. layers: the target's layers after which states are
     read; (): the usual three. norm_before_residual: the stream begins with the normed state.
     """
@@ -62,7 +62,6 @@ class Eagle3Architecture(Config):
     rms_norm_eps: PositiveFloat
     hidden_act: Activation
     rope: Rope
-    target_size: PositiveInt
     draft_vocab_size: PositiveInt | None
     layers: tuple[int, ...] = ()
     norm_before_residual: bool = False
@@ -113,7 +112,6 @@ def parse_eagle3(config: Any, where: str) -> Eagle3Architecture:
         rms_norm_eps=given["rms_norm_eps"],
         hidden_act=activation(given["hidden_act"]),
         rope=rope,
-        target_size=config.get("target_hidden_size") or hidden,
         draft_vocab_size=config.get("draft_vocab_size"),
         layers=_layers(config, eagle, where),
         norm_before_residual=bool(config.get("norm_before_residual")),
