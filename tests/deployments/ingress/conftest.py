@@ -10,6 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import httpx
+import msgspec
+import openai
 import pytest
 import uvicorn
 from fastapi import FastAPI
@@ -143,6 +145,18 @@ def driver(server: Server) -> FakeDriver:
 def http(server: Server) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
         yield client
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="EMPTY", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+def room_for_tools(driver: FakeDriver) -> None:
+    """Tools as text need more tokens than the small engine has."""
+    driver.info = msgspec.structs.replace(driver.info, max_total_tokens=2048, max_input_tokens=2000)
 
 
 @pytest.fixture(scope="package")
