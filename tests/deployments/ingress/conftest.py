@@ -22,21 +22,12 @@ from deployments.ingress.chat_templates.renderer import Renderer
 from deployments.ingress.generation.engine import IngressSettings
 from deployments.ingress.generation.frames import RequestInboxes
 from deployments.ingress.text.tokenizer import ModelTokenizer
+from tests.clocks import Clock
 from tests.deployments.ingress.pages.browser import CHROMIUM, Browser, chromium
 from tests.fakes import FakeDriver, engine_info, write_tokenizer
 
 PATIENCE = 300.0
 """Seconds after which something counts as hanging; a busy machine may pause."""
-
-
-class Clock:
-    """A clock that a test moves."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Server:
