@@ -84,7 +84,7 @@ def test_other_files_and_models_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ArchitectureError, match="cannot be read"):
         load_eagle3(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps([SPECFORGE]))
-    with pytest.raises(ArchitectureError, match=r"config\.json describes no EAGLE-3 heads"):
+    with pytest.raises(ArchitectureError, match=r"config\.json must hold an object"):
         load_eagle3(tmp_path)
     with pytest.raises(ArchitectureError, match="layers 1, 17, 32, and the model has 32"):
         parse_eagle3(SPECFORGE, "there").layers_of(32)
