@@ -15,7 +15,7 @@ from modeling.models.gpt_neox import GPTNeoXForCausalLM
 from modeling.models.llama import FlashLlamaForCausalLM
 from modeling.models.opt import OPTForCausalLM
 from modeling.models.paged_base import FlashBase
-from sharding.group import Summand, TensorParallel
+from sharding.group import TensorParallel
 from tests.checkpoints import load_oracle, oracle_logits
 from tests.modeling.models.stepping import Stepper, load
 from tests.ranks import run_ranks
@@ -79,7 +79,7 @@ def check_flash_signature(model: type[FlashBase]) -> None:
 
 
 @dataclass
-class CountingRank:
+class CountingRank(TensorParallel):
     """Rank 0 of two, without the other; counts its sums."""
 
     sums: int = 0
@@ -93,12 +93,6 @@ class CountingRank:
 
     def all_gather(self, x: Tensor) -> Tensor:
         return torch.cat((x, x), dim=-1)
-
-    def output_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
-        return None
-
-    def summand(self, shape: Sequence[int], dtype: torch.dtype) -> Summand | None:
-        return None
 
 
 def count_sums(folder: Path) -> int:
