@@ -12,7 +12,6 @@ from configs.architectures.base import (
     checkpoint_dtype,
     refuse_quantised,
     required,
-    token_ids,
 )
 
 DEFAULT_LENGTH = 2048
@@ -63,7 +62,6 @@ def parse(name: str, config: Mapping[str, Any]) -> PaddedArchitecture:
         max_position_embeddings=length or DEFAULT_LENGTH,
         limited=length is not None,
         bos_token_id=config.get("bos_token_id"),
-        eos_token_ids=token_ids(config.get("eos_token_id")),
         checkpoint_dtype=checkpoint_dtype(config),
     )
 

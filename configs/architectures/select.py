@@ -18,7 +18,6 @@ from configs.architectures.base import (
     ArchitectureError,
     ModelArchitecture,
     refuse_quantised,
-    token_ids,
 )
 from configs.architectures.quantisation import parse_quantisation
 from configs.architectures.rope import RotaryArchitecture
@@ -145,7 +144,7 @@ def end_token_ids(folder: Path) -> tuple[int, ...]:
     for name in ("generation_config.json", "config.json"):
         found = _of_decoder(folder / name, "eos_token_id")
         if found is not None:
-            return token_ids(found)
+            return (found,) if isinstance(found, int) else tuple(found)
     return ()
 
 

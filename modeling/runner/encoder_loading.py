@@ -1,7 +1,6 @@
 """An encoder from its folder, and proof that every weight was there."""
 
 import re
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,7 +47,6 @@ def load_encoder_weights(config: ModelConfig, device: torch.device) -> LoadedEnc
     ArchitectureError and ValueError say what is not served, CheckpointError which weights are
     missing.
     """
-    started = time.monotonic()
     folder = fetch_model(config)
     architecture = load_architecture(folder).with_rope_length(config.dynamic_rope_length)
     assert isinstance(architecture, EncoderArchitecture), architecture.architecture
@@ -67,7 +65,6 @@ def load_encoder_weights(config: ModelConfig, device: torch.device) -> LoadedEnc
         dtype=encoder.dtype,
         bytes_read=sum(path.stat().st_size for path in folder.glob("*.safetensors")),
         bytes_resident=sum(parameter.nbytes for parameter in model.parameters()),
-        seconds=time.monotonic() - started,
         model=encoder,
         architecture=architecture,
     )

@@ -4,7 +4,6 @@ import json
 import logging
 import re
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,7 +66,6 @@ def load_causal_lm(config: ModelConfig, device: torch.device, spread: bool) -> L
     spread: whether it may lie on all visible GPUs. ArchitectureError and ValueError say what is
     not served, CheckpointError which weights are missing.
     """
-    started = time.monotonic()
     folder = fetch_model(config)
     architecture = load_padded(folder).with_rope_length(config.dynamic_rope_length)
     if config.quantize is not Quantize.NONE:
@@ -89,8 +87,7 @@ def load_causal_lm(config: ModelConfig, device: torch.device, spread: bool) -> L
     pad = pad_token_id(model_config, folder, embedding.shape[0])
     causal = CausalLM(model, pad, embedding.device, exact=config.quantize is Quantize.NONE)
     resident = sum(parameter.nbytes for parameter in model.parameters())
-    seconds = time.monotonic() - started
-    return LoadedCausalLM(causal.dtype, bytes_read, resident, seconds, causal, architecture)
+    return LoadedCausalLM(causal.dtype, bytes_read, resident, causal, architecture)
 
 
 def pad_token_id(config: PretrainedConfig, folder: Path, vocab_size: int) -> int:

@@ -44,7 +44,6 @@ def test_reads_a_published_config() -> None:
     assert spec.scale_attn_weights
     assert not spec.scale_attn_by_inverse_layer_idx
     assert spec.activation is Activation.GELU_NEW
-    assert spec.eos_token_ids == (50256,)
     assert spec.max_position_embeddings == 1024
 
 

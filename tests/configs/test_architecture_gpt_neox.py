@@ -73,7 +73,6 @@ def test_defaults_are_transformers_own() -> None:
     assert (spec.hidden_size, spec.num_layers, spec.num_heads) == (6144, 44, 64)
     assert (spec.vocab_size, spec.max_position_embeddings) == (50432, 2048)
     assert spec.rope == Rope(fraction=0.25)
-    assert spec.eos_token_ids == (2,)
 
 
 def test_both_rope_layouts() -> None:

@@ -54,7 +54,6 @@ def test_reads_the_layout_before_transformers_5() -> None:
     spec = parse(rope_theta=5e5, rope_scaling={"rope_type": "llama3", **LLAMA3})
     assert (spec.num_layers, spec.num_heads, spec.num_kv_heads, spec.head_dim) == (32, 32, 8, 128)
     assert spec.rope == Rope(type=RopeType.LLAMA3, theta=5e5, **LLAMA3)
-    assert spec.eos_token_ids == (128001, 128008, 128009)
     assert spec.checkpoint_dtype == "bfloat16"
     assert spec.hidden_act is Activation.SILU
 
@@ -76,7 +75,6 @@ def test_defaults_are_transformers_own() -> None:
     assert spec.num_kv_heads == 32
     assert spec.head_dim == 128
     assert spec.rope == Rope()
-    assert spec.eos_token_ids == ()
     switches = (spec.tie_word_embeddings, spec.qkv_bias, spec.output_bias, spec.mlp_bias)
     assert not any((*switches, spec.qk_norm, spec.fused, spec.stretches))
     assert spec.attention_scale == 128**-0.5

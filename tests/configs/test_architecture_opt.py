@@ -72,7 +72,6 @@ def test_published_sizes(size: str) -> None:
     assert spec.affine_norms
     assert spec.tie_word_embeddings
     assert spec.checkpoint_dtype == "float16"
-    assert spec.eos_token_ids == (2,)
 
 
 def test_defaults_are_transformers_own() -> None:
