@@ -1,6 +1,8 @@
 """Limits on requests. They are checked before parsing, which blocks the event loop."""
 
 import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import accumulate, compress, islice
 from operator import xor
 
@@ -9,8 +11,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from deployments.contract import ErrorKind
 from deployments.ingress.http.error_responses import error_response, status_response
-from deployments.ingress.http.errors import invalid
+from deployments.ingress.http.errors import RequestError, invalid
 
 _MARKS = b'"[]{}'
 _OTHERS = bytes(byte for byte in range(256) if byte not in _MARKS)
@@ -19,6 +22,9 @@ _QUOTES = bytes(byte == ord('"') for byte in range(256))
 _LEVELS = bytes.maketrans(_MARKS, b"\x00\x01\xff\x01\xff")
 
 _WITHOUT_BODY = frozenset({"GET", "HEAD", "OPTIONS"})
+# A body of fewer bytes is read however many are open: most are.
+_SMALL = 65_536
+_RETRY_S = 5.0
 
 
 class HeadAsGet:
@@ -64,11 +70,38 @@ class HeaderLimit:
         return len(headers) <= self._max_headers and total <= self._max_bytes
 
 
+class OpenBodies:
+    """Counts the bytes of bodies from their arrival to the end of their requests.
+
+    A request keeps its body and what was parsed of it until it ends.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._bytes = 0
+
+    @contextmanager
+    def one(self) -> Iterator[Callable[[int], bool]]:
+        """A function that counts bytes of one body, and returns whether there is room for them."""
+        own = 0
+
+        def has_room_for(count: int) -> bool:
+            nonlocal own
+            own += count
+            self._bytes += count
+            return own <= _SMALL or self._bytes <= self._max_bytes
+
+        try:
+            yield has_room_for
+        finally:
+            self._bytes -= own
+
+
 class BodyLimit:
     """Reads a whole body before it is parsed, and refuses one over a limit.
 
     413: longer than max_bytes, whatever its Content-Length. 408: not complete after `seconds`. 415:
-    compressed.
+    compressed. 429: the bodies of all open requests have more than max_open_bytes.
     Bad input: arrays and objects nested deeper than max_depth, more than max_objects of them, or a
     body that is not UTF-8.
     """
@@ -77,6 +110,7 @@ class BodyLimit:
         self,
         app: ASGIApp,
         max_bytes: int,
+        max_open_bytes: int,
         max_depth: int,
         max_objects: int,
         seconds: float,
@@ -85,6 +119,7 @@ class BodyLimit:
         """streamed: paths of routes that read and limit their bodies themselves."""
         self._app = app
         self._max_bytes = max_bytes
+        self._open = OpenBodies(max_open_bytes)
         self._max_depth = max_depth
         self._max_objects = max_objects
         self._seconds = seconds
@@ -95,14 +130,23 @@ class BodyLimit:
         if scope["type"] != "http" or scope["method"] in _WITHOUT_BODY or self._is_streamed(scope):
             await self._app(scope, receive, send)
             return
+        with self._open.one() as has_room_for:
+            await self._serve(scope, receive, send, has_room_for)
+
+    async def _serve(
+        self, scope: Scope, receive: Receive, send: Send, has_room_for: Callable[[int], bool]
+    ) -> None:
         request = Request(scope)
         try:
             async with asyncio.timeout(self._seconds):
-                body = await self._read(receive)
+                body = await self._read(receive, has_room_for)
         except TimeoutError:
             message = f"the body did not come within {self._seconds:g} s"
             reply = status_response(request, 408, message, {"Connection": "close"})
             await reply(scope, receive, send)
+            return
+        except RequestError as error:
+            await error_response(request, error)(scope, receive, send)
             return
         if body is None:
             return
@@ -116,14 +160,18 @@ class BodyLimit:
         path: str = scope["path"]
         return path.removeprefix(scope.get("root_path", "")) in self._streamed
 
-    async def _read(self, receive: Receive) -> bytes | None:
+    async def _read(self, receive: Receive, has_room_for: Callable[[int], bool]) -> bytes | None:
         """The body, or a bit more than max_bytes of it; None if the client has left."""
         body = bytearray()
         while len(body) <= self._max_bytes:
             message = await receive()
             if message["type"] == "http.disconnect":
                 return None
-            body += message.get("body", b"")
+            part = message.get("body", b"")
+            if not has_room_for(len(part)):
+                text = "too many large requests are open: try again, or send a shorter one"
+                raise RequestError(ErrorKind.OVERLOADED, text, retry_after_s=_RETRY_S)
+            body += part
             if not message.get("more_body", False):
                 break
         return bytes(body)

@@ -1,14 +1,20 @@
 import json
+import socket
 from collections.abc import Iterator
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
 from hypothesis import given
 from hypothesis.strategies import booleans, dictionaries, integers, lists, recursive, text
 
+from configs.api import ApiConfig
+from deployments.ingress.generation.engine import IngressSettings
 from deployments.ingress.http.bodies import nesting
+from tests.deployments.ingress.conftest import PATIENCE, Server
 from tests.fakes import FakeDriver
 
+JSON = {"content-type": "application/json"}
 LONG = b'{"model": "tiny", "prompt": "' + b"a" * (8 * 2**20) + b'"}'
 
 
@@ -75,3 +81,27 @@ def test_headers_that_are_too_many_or_too_long(http: httpx.Client, driver: FakeD
     assert http.post("/generate?a=" + "b" * 33000, json=body).status_code == 431
     assert driver.requests == []
     assert http.post("/generate", json=body, headers={"x-long": "a" * 20000}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "words"), [("/generate", "overloaded"), ("/v1/messages", "large")]
+)
+def test_open_bodies_are_bounded_together(server: Server, path: str, words: str) -> None:
+    """An upload that has stopped holds its bytes; small requests pass it."""
+    server.fresh_app(IngressSettings(api=ApiConfig(max_open_body_bytes=200_000)))
+    address = urlsplit(server.url)
+    head = b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    large = b'{"inputs": "hello", "x": "' + b"a" * 150_000 + b'"}'
+    length = b"content-length: %d\r\n\r\n" % len(large)
+    with httpx.Client(base_url=server.url, timeout=PATIENCE, headers=JSON) as http:
+        with socket.create_connection((address.hostname, address.port), timeout=PATIENCE) as slow:
+            slow.sendall(head + length + large[:-1])
+            # Its bytes may not have arrived yet: the first one is looked at again and again.
+            while (refused := http.post(path, content=large)).status_code not in (429, 529):
+                assert refused.status_code in (200, 400)
+            assert (words in refused.text, int(refused.headers["retry-after"]) > 0) == (True, True)
+            assert http.post("/generate", content=b'{"inputs": "hello"}').status_code == 200
+            slow.sendall(large[-1:])
+            assert slow.recv(12) == b"HTTP/1.1 200"
+        while (served := http.post("/generate", content=large)).status_code != 200:
+            assert served.status_code == 429  # until the server has seen that the other ended
