@@ -74,7 +74,7 @@ class ApiConfig(Config):
     cors_allow_origin: none means that browsers let no other site's pages call this server.
     max_json_depth: of arrays and objects within each other.
     max_json_objects: arrays and objects of one body: messages, content parts, tools and prompts
-    together.
+    together. Its objects have at most ten times as many fields.
     max_open_body_bytes: of the larger bodies of all open requests of an ingress replica together; a
     request holds some ten times the size of its body until it ends.
     body_timeout_s: the longest time in which a request's body must arrive.

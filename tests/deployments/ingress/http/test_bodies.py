@@ -56,18 +56,24 @@ def test_brackets_in_strings_are_no_levels(http: httpx.Client) -> None:
 
 @given(
     recursive(
-        integers() | text(alphabet='[]{}"\\aé', max_size=8),
-        lambda inner: lists(inner, max_size=4) | dictionaries(text('"\\[{', max_size=3), inner),
+        integers() | text(alphabet='[]{}:"\\aé', max_size=8),
+        lambda inner: lists(inner, max_size=4) | dictionaries(text('"\\[{:', max_size=3), inner),
         max_leaves=40,
     ),
     booleans(),
 )
 def test_nesting_is_that_of_the_value(value: object, ascii: bool) -> None:
-    def measure(part: object) -> tuple[int, int]:
-        inner = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+    def measure(part: object) -> tuple[int, int, int]:
+        if not isinstance(part, list | dict):
+            return 0, 0, 0
+        fields = len(part) if isinstance(part, dict) else 0
+        inner = part.values() if isinstance(part, dict) else part
         parts = [measure(each) for each in inner]
-        own = isinstance(part, dict | list)
-        return max((depth for depth, _ in parts), default=0) + own, sum(n for _, n in parts) + own
+        return (
+            max((depth for depth, _, _ in parts), default=0) + 1,
+            sum(count for _, count, _ in parts) + 1,
+            sum(count for _, _, count in parts) + fields,
+        )
 
     body = json.dumps(value, ensure_ascii=ascii).encode()
     assert nesting(body) == measure(value)
@@ -105,3 +111,14 @@ def test_open_bodies_are_bounded_together(server: Server, path: str, words: str)
             assert slow.recv(12) == b"HTTP/1.1 200"
         while (served := http.post("/generate", content=large)).status_code != 200:
             assert served.status_code == 429  # until the server has seen that the other ended
+
+
+def test_a_body_of_too_many_fields(http: httpx.Client, driver: FakeDriver) -> None:
+    fields = b",".join(b'"a%d":":"' % number for number in range(100_000))
+    for path, status in (("/generate", 422), ("/v1/chat/completions", 400)):
+        reply = http.post(path, content=b'{"inputs": "a", ' + fields + b"}", headers=JSON)
+        assert reply.status_code == status
+        assert "have 100001 fields; at most 100000 are read" in str(reply.json()["error"])
+    assert driver.requests == []
+    text = b'{"inputs": "a", "x": "' + b"a:" * 120_000 + b'"}'
+    assert http.post("/tokenize", content=text, headers=JSON).status_code == 200
