@@ -1,9 +1,9 @@
 """Calls to adapter sources, in threads: the present version of a name, and its files.
 
-Lookups in local folders, reading and hashing, lookups at remote sources of new names and of known
-ones, and downloads have pools of their own, so that none delays another: whoever names thousands of
-adapters that do not exist delays new names alone. A local call that hangs (on a mount that does not
-respond) does not prevent the next one from starting.
+Lookups in local folders, reading and hashing, lookups of new names at remote sources, those of
+known names, and downloads have pools of their own, so that none delays another: a flood of names
+that do not exist delays new names alone. A local call that hangs (on a mount that does not respond)
+does not prevent the next one from starting.
 """
 
 import contextlib
