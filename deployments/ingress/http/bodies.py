@@ -139,6 +139,11 @@ class BodyLimit:
         self, scope: Scope, receive: Receive, send: Send, has_room_for: Callable[[int], bool]
     ) -> None:
         request = Request(scope)
+        announced = request.headers.get("content-length", "")
+        if announced.isdecimal() and int(announced) > self._max_bytes:
+            # Not read, so that a client which waits for `100 Continue` sends nothing.
+            await self._too_long(request)(scope, receive, send)
+            return
         try:
             async with asyncio.timeout(self._seconds):
                 body = await self._read(receive, has_room_for)
@@ -178,9 +183,12 @@ class BodyLimit:
                 break
         return bytes(body)
 
+    def _too_long(self, request: Request) -> Response:
+        return status_response(request, 413, f"the body is longer than {self._max_bytes} bytes")
+
     def _refusal(self, request: Request, body: bytes) -> Response | None:
         if len(body) > self._max_bytes:
-            return status_response(request, 413, f"the body is longer than {self._max_bytes} bytes")
+            return self._too_long(request)
         if request.headers.get("content-encoding", "").lower() not in ("", "identity"):
             message = "compressed bodies are not read: send it without Content-Encoding"
             return status_response(request, 415, message)

@@ -36,6 +36,16 @@ def test_a_body_that_is_too_long(
     assert driver.requests == []
 
 
+def test_a_body_that_is_announced_as_too_long_is_not_read(
+    server: Server, http: httpx.Client
+) -> None:
+    address = urlsplit(server.url)
+    head = b"POST /generate HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\n"
+    with socket.create_connection((address.hostname, address.port), timeout=PATIENCE) as client:
+        client.sendall(head + b"content-length: %d\r\n\r\n" % (8 * 2**20 + 1))
+        assert client.recv(12) == b"HTTP/1.1 413"
+
+
 @pytest.mark.parametrize(("path", "status"), [("/v1/completions", 400), ("/generate", 422)])
 def test_a_body_that_is_too_deep(
     http: httpx.Client, driver: FakeDriver, path: str, status: int
