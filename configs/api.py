@@ -75,8 +75,8 @@ class ApiConfig(Config):
     max_json_depth: of arrays and objects within each other.
     max_json_objects: arrays and objects of one body: messages, content parts, tools and prompts
     together. Its objects have at most ten times as many fields.
-    max_open_body_bytes: of the larger bodies of all open requests of an ingress replica together; a
-    request holds some ten times the size of its body until it ends.
+    max_open_body_bytes: of the larger bodies of all open requests of an ingress replica together,
+    at least max_body_bytes; a request holds some ten times the size of its body until it ends.
     body_timeout_s: the longest time in which a request's body must arrive.
     """
 

@@ -121,7 +121,8 @@ class BodyLimit:
         """streamed: paths of routes that read and limit their bodies themselves."""
         self._app = app
         self._max_bytes = max_bytes
-        self._open = OpenBodies(max_open_bytes)
+        # One body of the largest size has room at least.
+        self._open = OpenBodies(max(max_open_bytes, max_bytes))
         self._max_depth = max_depth
         self._max_objects = max_objects
         self._seconds = seconds

@@ -104,7 +104,7 @@ def test_headers_that_are_too_many_or_too_long(http: httpx.Client, driver: FakeD
 )
 def test_open_bodies_are_bounded_together(server: Server, path: str, words: str) -> None:
     """An upload that has stopped holds its bytes; small requests pass it."""
-    server.fresh_app(IngressSettings(api=ApiConfig(max_open_body_bytes=200_000)))
+    server.fresh_app(IngressSettings(api=ApiConfig(max_body_bytes=200_000, max_open_body_bytes=1)))
     address = urlsplit(server.url)
     head = b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
     large = b'{"inputs": "hello", "x": "' + b"a" * 150_000 + b'"}'
