@@ -1,6 +1,5 @@
 """A padded model from its folder: options, pad token, and proof that every weight was there."""
 
-import json
 import logging
 import re
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -24,6 +24,7 @@ from transformers import (
 from transformers.utils.import_utils import is_accelerate_available, is_bitsandbytes_available
 
 from configs.architectures.base import ArchitectureError, refuse_window_of_one
+from configs.architectures.files import read_object
 from configs.architectures.padded import PaddedArchitecture
 from configs.architectures.select import load_padded
 from configs.model import DType, LoadFormat, ModelConfig, Quantize
@@ -32,7 +33,7 @@ from modeling.models.causal_lm_sharing import rope_kinds
 from modeling.runner.loading import LoadedWeights, stored_dtype, torch_dtype
 from modeling.runner.padded_progress import RandomNumbers, logged_bars
 from sharding.checkpoint import CheckpointError, open_checkpoint
-from sharding.loader import idle_biases
+from sharding.loader import UNUSED, idle_biases
 from sources.model import fetch_model
 
 logger = logging.getLogger("loray.modeling.causal_lm")
@@ -41,6 +42,12 @@ PAD_TOKEN = "[PAD]"
 
 BUFFERS = re.compile(r".*\.(attn|attention|self_attn)\.(bias|masked_bias)|.*\.inv_freq")
 """Masks and frequencies that old checkpoints hold beside the weights."""
+
+NOT_BUILT = (
+    *(ValueError, TypeError, KeyError, AttributeError, ArithmeticError, ImportError),
+    StrictDataclassError,
+)
+"""What transformers raises for a config.json or a checkpoint that it does not take."""
 
 PADDABLE_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 """The kinds of `layer_types` that keep one key and value for each position."""
@@ -192,7 +199,7 @@ def read_model_config(config: ModelConfig, folder: Path) -> PretrainedConfig:
         found: PretrainedConfig = AutoConfig.from_pretrained(
             folder, trust_remote_code=config.trust_remote_code
         )
-    except (ValueError, KeyError, ImportError) as error:
+    except NOT_BUILT as error:
         raise _not_built(config, folder, error) from error
     return found
 
@@ -219,7 +226,7 @@ def _read(
                 output_loading_info=True,
                 **options,
             )
-    except (ValueError, KeyError, ImportError) as error:
+    except NOT_BUILT as error:
         raise _not_built(config, folder, error) from error
     if info["missing_keys"]:
         names = sorted(info["missing_keys"])
@@ -230,7 +237,7 @@ def _read(
     if names:
         raise CheckpointError(
             f"{folder}: the model does not use {len(names)} tensors of the checkpoint: "
-            f"{', '.join(names[:5])}"
+            f"{', '.join(names[:5])}; {UNUSED}"
         )
     if quantization is not None:
         _check_quantised(model, config.quantize)
@@ -272,7 +279,7 @@ def _dummy(
             model: PreTrainedModel = auto.from_config(
                 model_config, dtype=dtype, trust_remote_code=config.trust_remote_code
             )
-        except ImportError as error:
+        except NOT_BUILT as error:
             raise ArchitectureError(f"transformers cannot build the model: {error}") from error
     # torch types it for plain modules only.
     move: Any = model.to
@@ -294,7 +301,7 @@ def weights_dtype(config: ModelConfig, model_config: PretrainedConfig, folder: P
 
 def _not_built(config: ModelConfig, folder: Path, error: Exception) -> ArchitectureError:
     """Say why transformers cannot build a model, and what to do where we know."""
-    settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    settings = read_object(folder / "config.json")
     if settings.get("auto_map") and not config.trust_remote_code:
         return ArchitectureError(
             f"{folder.name} brings its own code ({', '.join(sorted(settings['auto_map']))}), which "
