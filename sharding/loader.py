@@ -49,8 +49,8 @@ class Weights:
         self._progress = Progress("weights", None if self._names is None else len(self._names))
 
     def stand_in(self, name: str, other: str) -> None:
-        """Read tensor `other` where the checkpoint has no tensor `name`."""
-        self._stand_ins[name] = other
+        """Read tensor `other` where the checkpoint has no tensor `name`; the first one counts."""
+        self._stand_ins.setdefault(name, other)
 
     def read(
         self,

@@ -108,12 +108,13 @@ def parse_architecture(config: Mapping[str, Any]) -> ModelArchitecture:
 
 def _parse(config: Mapping[str, Any]) -> ModelArchitecture:
     """Normalise what config.json says, but for quantised weights."""
-    names = _names(config)
+    names, kind = _names(config), config.get("model_type")
     for name in names:
-        if name in FAMILIES:
-            if config.get("model_type") not in (None, MODEL_TYPES[name]):
+        # Some types are built as a family's class by transformers alone (EXAONE 3 as Llama).
+        if name in FAMILIES and kind not in generic.BUILT_AS.get(name, ()):
+            if kind not in (None, MODEL_TYPES[name]):
                 raise ArchitectureError(
-                    f"architectures names {name}, but model_type is {config['model_type']!r} and "
+                    f"architectures names {name}, but model_type is {kind!r} and "
                     f"not {MODEL_TYPES[name]!r}: correct the one that is wrong"
                 )
             parsed: ModelArchitecture = import_module(FAMILIES[name]).parse(name, config)

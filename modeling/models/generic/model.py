@@ -36,6 +36,7 @@ from modeling.models.generic.found_norms import find_norms, input_shapes
 from modeling.models.generic.fusions import fuse, undo_rotations
 from modeling.models.generic.linears import replace_linears
 from modeling.models.generic.modules import GenericEmbedding, GenericHead, embedding_scale
+from modeling.models.generic.names import SourceNames
 from modeling.models.generic.reading import read_rest
 from modeling.models.generic.step import (
     ATTENTION,
@@ -84,6 +85,9 @@ class GenericForCausalLM(nn.Module):
         # Llama 4 scales queries by positions that it counts itself.
         self._counts_positions = bool(getattr(self.causal.config, "attn_temperature_tuning", False))
         prefix = _prefix(self.causal)
+        names = SourceNames(self.causal, weights.names())
+        for target, name in names.plain().items():
+            weights.stand_in(target, name)
         self._add_ends(weights, has_bias=not architecture.num_labels)
         self.score: Tensor | None = read_score(architecture, weights, self.width)
         self._plan = plan = CutPlan(self.causal.config, prefix, weights.group)
@@ -93,7 +97,7 @@ class GenericForCausalLM(nn.Module):
         on_gpu = self.device.type == "cuda"
         over = weights.group if architecture.expert_parallel else None
         routed = RoutedLayers(self.causal, plan, len(self.projections), on_gpu, over)
-        read_rest(self.causal, plan, weights, routed.own)
+        read_rest(self.causal, plan, weights, names, routed.own)
         if self.device.type == "meta":
             # It is built to be counted: nothing can be tried without values.
             return
