@@ -4,7 +4,7 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -215,19 +215,8 @@ def _read(
         options |= {"quantization_config": quantization, "device_map": {"": device}}
     if on_many:
         options["device_map"] = "auto"
-    auto: Any = AutoModelForCausalLM
-    try:
-        with logged_bars():
-            model, info = auto.from_pretrained(
-                folder,
-                dtype=dtype,
-                trust_remote_code=config.trust_remote_code,
-                use_safetensors=None if config.allow_pickle else True,
-                output_loading_info=True,
-                **options,
-            )
-    except NOT_BUILT as error:
-        raise _not_built(config, folder, error) from error
+    options |= {"dtype": dtype, "trust_remote_code": config.trust_remote_code}
+    model, info = read_with(AutoModelForCausalLM, config, folder, options)
     if info["missing_keys"]:
         names = sorted(info["missing_keys"])
         raise CheckpointError(f"{folder}: the checkpoint lacks {', '.join(names[:5])}")
@@ -241,8 +230,37 @@ def _read(
         )
     if quantization is not None:
         _check_quantised(model, config.quantize)
-    loaded: PreTrainedModel = model if "device_map" in options else model.to(device)
+    # torch types it for plain modules only.
+    move: Any = model.to
+    loaded: PreTrainedModel = model if "device_map" in options else move(device)
     return loaded
+
+
+def read_with(
+    auto: Any, config: ModelConfig, folder: Path, options: Mapping[str, Any]
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Let a class of transformers read a checkpoint; returns the model and its loading info.
+
+    CheckpointError names files that are missing or damaged, and tensors of other shapes.
+    """
+    # transformers would follow an index out of the folder, and says less of what is wrong.
+    open_checkpoint(folder, config.allow_pickle)
+    try:
+        with logged_bars():
+            model, info = auto.from_pretrained(
+                folder,
+                use_safetensors=None if config.allow_pickle else True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+                **options,
+            )
+    except NOT_BUILT as error:
+        raise _not_built(config, folder, error) from error
+    for name, found, wanted in sorted(info["mismatched_keys"]):
+        raise CheckpointError(
+            f"{folder}: tensor {name!r} has shape {tuple(found)}, the model needs {tuple(wanted)}"
+        )
+    return model, info
 
 
 def _check_quantised(model: PreTrainedModel, quantize: Quantize) -> None:
