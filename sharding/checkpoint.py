@@ -186,11 +186,15 @@ class Checkpoint:
 
     def _instead(self, name: str) -> str:
         """Say what there is in place of a tensor that is missing."""
-        module = name.rpartition(".")[0] + "."
-        beside = sorted(key for key in self._tensors if key.startswith(module))
-        if any(key.endswith(_QUANTISED) for key in beside):
+        module, _, last = name.rpartition(".")
+        part = module.rpartition(".")[2]
+        beside = sorted(key for key in self._tensors if key.startswith(f"{module}."))
+        # A file may call the module's parents otherwise.
+        beside = beside or sorted(key for key in self._tensors if part in key.split("."))
+        stored = [key for key in beside if key.endswith(_QUANTISED)]
+        if stored and (last == "weight" or part == "experts"):
             return (
-                f"it has {beside[0]}: of quantised weights those of linear maps inside the layers "
+                f"it has {stored[0]}: of quantised weights those of linear maps inside the layers "
                 "are read, where config.json's quantization_config names their method, and of "
                 "experts those in fp8 or gpt-oss' mxfp4: take a checkpoint that leaves others as "
                 "they were"
