@@ -106,6 +106,20 @@ class ModelArchitecture(Config):
         return self
 
 
+LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+"""Keys that say how many layers a decoder has."""
+
+_MAX_LAYERS = 10_000
+
+
+def refuse_many_layers(config: Mapping[str, Any]) -> None:
+    """Refuse more layers than any model has: what is made for each would take all memory."""
+    for key in LAYER_COUNTS:
+        count = config.get(key)
+        if isinstance(count, int | float) and count > _MAX_LAYERS:
+            raise ArchitectureError(f"{key} ({count}) is above {_MAX_LAYERS}")
+
+
 def required(config: Mapping[str, Any], key: str) -> int:
     """A whole number that has no honest default; ArchitectureError when it is not given."""
     if config.get(key) is None:

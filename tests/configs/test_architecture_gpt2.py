@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
 from configs.architectures.base import Activation, ArchitectureError
 from configs.architectures.gpt2 import GPT2Architecture
@@ -98,5 +97,5 @@ def test_refusals_name_the_key(changes: dict[str, Any], message: str) -> None:
 
 
 def test_heads_that_do_not_fit() -> None:
-    with pytest.raises(ValidationError, match="n_embd"):
+    with pytest.raises(ArchitectureError, match="n_embd"):
         parse(n_head=24, n_embd=1601)

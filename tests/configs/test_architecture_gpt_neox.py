@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
 from configs.architectures.base import Activation, ArchitectureError
 from configs.architectures.gpt_neox import GPTNeoXArchitecture
@@ -131,5 +130,5 @@ def test_refusals_name_the_key(changes: dict[str, Any], message: str) -> None:
     ],
 )
 def test_sizes_that_contradict_each_other(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValidationError, match=message):
+    with pytest.raises(ArchitectureError, match=message):
         parse(**changes)
