@@ -38,7 +38,7 @@ def test_it_stays_beside_a_driver_that_lives() -> None:
     assert not watched.ended_after(10 * WAIT_S)
 
 
-@pytest.mark.parametrize("driver", [None, ENDED])
+@pytest.mark.parametrize("driver", [None, ENDED], ids=["none", "ended"])
 def test_it_waits_for_another_driver(driver: Process | None) -> None:
     watched = Watched(driver)
     assert watched.guard.waits
@@ -46,7 +46,9 @@ def test_it_waits_for_another_driver(driver: Process | None) -> None:
     assert watched.ended_after(1.0)
 
 
-@pytest.mark.parametrize(("keeper", "ended"), [(LIVES, False), (ENDED, True)], ids=str)
+@pytest.mark.parametrize(
+    ("keeper", "ended"), [(LIVES, False), (ENDED, True)], ids=["lives", "ended"]
+)
 def test_its_keeper_needs_it_until_it_works(keeper: Process, ended: bool) -> None:
     watched = Watched(None, keeper)
     assert watched.guard.waits
@@ -64,7 +66,9 @@ def test_it_ends_with_the_driver_that_it_works_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("before", "given"), [(None, True), (ENDED, True), (LIVES, False)], ids=str
+    ("before", "given"),
+    [(None, True), (ENDED, True), (LIVES, False)],
+    ids=["none", "ended", "lives"],
 )
 def test_only_a_driver_that_has_ended_loses_it(before: Process | None, given: bool) -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
