@@ -29,6 +29,7 @@ from deployments.commands.cluster import (
     ClusterLost,
     Leaving,
     end_without,
+    give_up_after,
     ray_servers,
     require_alive,
 )
@@ -41,6 +42,7 @@ _POLL_SECONDS = 0.5
 _READY_SECONDS = 900.0
 _FRONT_SECONDS = 300.0
 _REPLY_SECONDS = 10.0
+_ENDING_SECONDS = 120.0
 _TICK_SECONDS = 0.1
 _BEGAN = time.monotonic()
 _LOGS = "See /tmp/ray/session_latest/logs; start the command again"
@@ -93,6 +95,7 @@ def serve_file(path: Path, title: str, dashboard: bool, drain_seconds: float) ->
             while not leaving.requested.wait(_POLL_SECONDS):
                 require_alive(servers)
             names = [app.get("name", "default") for app in config["applications"]]
+        give_up_after(_ENDING_SECONDS + (0.0 if leaving.hurried.is_set() else drain_seconds))
         asyncio.run(_leave(serve, names, drain_seconds, leaving.hurried))
         ray.shutdown()
         _free_pushes(config)
