@@ -23,65 +23,18 @@ from fastapi import FastAPI, Response
 from configs.adapters import AdaptersConfig
 from configs.engine import CacheConfig, Device, EngineConfig, LimitsConfig
 from configs.model import LoadFormat, ModelConfig
-from configs.wire.adapters import AdapterReference, AdapterSource
-from configs.wire.templates import TemplateSource
-from deployments.contract import (
-    AdapterReport,
-    Completion,
-    EngineInfo,
-    EngineLoad,
-    Failed,
-    GenerateRequest,
-    ReplyAddress,
-)
+from configs.wire.adapters import AdapterSource
+from deployments.contract import ReplyAddress
 from deployments.driver.engine import DriverEngine
-from deployments.engine_commands import EngineCommand
 from deployments.frames import FrameReceiver
 from deployments.ingress.app import build_app
 from deployments.ingress.generation.engine import IngressSettings
 from deployments.ingress.generation.frames import RequestInboxes
+from deployments.offline.driver import EngineDriver
 from deployments.rank.local import LocalRanks
 
 HOST = "127.0.0.1"
 _POLL_S = 0.02
-
-
-class LocalDriver:
-    """`contract.Driver` over an engine in this process."""
-
-    def __init__(self, engine: DriverEngine) -> None:
-        """Bind an engine that is started, or will be."""
-        self._engine = engine
-
-    async def generate(self, request: GenerateRequest, reply_to: ReplyAddress) -> Completion:
-        """Run all sequences of a request."""
-        return await self._engine.generate(request, reply_to)
-
-    async def finish(self, request_id: str, index: int, at: int) -> None:
-        """A stop string was matched."""
-        await self._engine.finish(request_id, index, at)
-
-    async def adapters(self, command: EngineCommand) -> list[AdapterReport]:
-        """The one replica's report."""
-        return [await self._engine.adapters(command)]
-
-    async def chat_template(
-        self,
-        adapter: AdapterReference,
-        api_token: str | None,
-        allowed: tuple[str, ...] | None = None,
-        payer: str = "",
-    ) -> TemplateSource | Failed:
-        """An adapter's own chat template."""
-        return await self._engine.chat_template(adapter, api_token, allowed, payer)
-
-    async def loads(self) -> list[EngineLoad]:
-        """The one replica's load."""
-        return [await self._engine.load()]
-
-    async def describe(self) -> EngineInfo:
-        """What is served."""
-        return await self._engine.describe()
 
 
 def engine_config(options: argparse.Namespace) -> EngineConfig:
@@ -105,25 +58,16 @@ def engine_config(options: argparse.Namespace) -> EngineConfig:
     )
 
 
-class AdapterSums:
-    """The adapter metrics of one engine as text, by the names that a driver under Ray uses."""
-
-    def __init__(self, engine: DriverEngine) -> None:
-        """Start at zero."""
-        self._engine = engine
-        self._seconds: dict[str, float] = {}
-
-    async def text(self) -> str:
-        """All sums since the start."""
-        counts = asdict((await self._engine.snapshot()).adapter_counts)
-        lines = [f"loray_adapter_{name} {value}" for name, value in counts.items()]
-        for record in self._engine.usage.drain_loads():
-            self._seconds[record.stage] = self._seconds.get(record.stage, 0.0) + record.seconds
-        lines += [
-            f'loray_adapter_load_seconds_sum{{stage="{stage}"}} {seconds}'
-            for stage, seconds in self._seconds.items()
-        ]
-        return "\n".join(lines) + "\n"
+async def adapter_sums(engine: DriverEngine) -> str:
+    """Adapter metrics since the start as text, by the names that a driver under Ray uses."""
+    counts = asdict((await engine.snapshot()).adapter_counts)
+    lines = [f"loray_adapter_{name} {value}" for name, value in counts.items()]
+    engine.usage.drain_loads()
+    lines += [
+        f'loray_adapter_load_seconds_sum{{stage="{stage}"}} {total.seconds}'
+        for stage, total in engine.usage.load_sums().items()
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def build(config: EngineConfig) -> FastAPI:
@@ -148,12 +92,11 @@ def build(config: EngineConfig) -> FastAPI:
         push=adapters.push,
         max_file_bytes=adapters.max_file_bytes,
     )
-    app = build_app(LocalDriver(engine), inboxes, lambda: bound[-1], settings, lifespan)
-    sums = AdapterSums(engine)
+    app = build_app(EngineDriver(engine), inboxes, lambda: bound[-1], settings, lifespan)
 
     @app.get("/adapters/metrics", include_in_schema=False)
     async def adapter_metrics() -> Response:
-        return Response(await sums.text(), media_type="text/plain")
+        return Response(await adapter_sums(engine), media_type="text/plain")
 
     return app
 

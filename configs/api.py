@@ -74,7 +74,9 @@ class ApiConfig(Config):
     cors_allow_origin: none means that browsers let no other site's pages call this server.
     max_json_depth: of arrays and objects within each other.
     max_json_objects: arrays and objects of one body: messages, content parts, tools and prompts
-    together.
+    together. Its objects have at most ten times as many fields.
+    max_open_body_bytes: of the larger bodies of all open requests of an ingress replica together,
+    at least max_body_bytes; a request holds some ten times the size of its body until it ends.
     body_timeout_s: the longest time in which a request's body must arrive.
     """
 
@@ -87,6 +89,7 @@ class ApiConfig(Config):
     cors_expose_header: tuple[str, ...] = ()
     cors_allow_credentials: bool = False
     max_body_bytes: PositiveInt = 8 * 2**20
+    max_open_body_bytes: PositiveInt = 512 * 2**20
     max_header_bytes: PositiveInt = 32 * 2**10
     max_headers: PositiveInt = 100
     max_json_depth: PositiveInt = 64

@@ -4,12 +4,13 @@ Opening a pipe blocks until it has a writer, and a mapped file that is cut short
 (SIGBUS). So files are opened with O_NONBLOCK, must be regular files, and are never mapped.
 """
 
+import json
 import os
 import stat
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 SAFETENSORS_LENGTH_BYTES = 8
 MAX_SAFETENSORS_HEADER_BYTES = 64 << 20
@@ -138,6 +139,20 @@ def read_text(path: Path, max_bytes: int, within: Path | None = None) -> str:
     Raises OSError as RegularFile does, ValueError if it is larger or not UTF-8.
     """
     return read_small(path, max_bytes, within).decode("utf-8")
+
+
+def read_object(path: Path, max_bytes: int, within: Path | None = None) -> dict[str, Any]:
+    """Read a JSON object of at most `max_bytes`.
+
+    Raises OSError as RegularFile does, ValueError if it is larger, or anything else than an object.
+    """
+    try:
+        found = json.loads(read_text(path, max_bytes, within))
+    except RecursionError as error:
+        raise ValueError(f"{path.name} is nested too deep") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path.name} must hold an object")
+    return found
 
 
 def read_small(path: Path, max_bytes: int, within: Path | None = None) -> bytes:

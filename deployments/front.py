@@ -20,6 +20,8 @@ from deployments.ports import Port, conflicts
 
 # Connections kept from clients: operators need some to read the statistics.
 _RESERVED = 64
+# Above api.max_header_bytes and api.max_headers: their refusal says what to do, HAProxy's does not.
+_BUFFER_BYTES, _HEADERS = 48 * 1024, 256
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
 _SETTINGS = {
@@ -60,6 +62,7 @@ def limited(text: str, limits: FrontLimits) -> str:
     """Serve's configuration with these limits; one that has them already is left as it is."""
     # A process that can write to this socket controls HAProxy: only its own user may.
     text = text.replace(" mode 666 level admin", " mode 600 level admin")
+    text = _BUFFER.sub(_wide_enough, text)
     if re.search(r"^ +use_backend ", text, re.MULTILINE) is None:
         text = _NOT_FOUND.sub(_NOT_YET, text)
     found = re.search(r"^frontend http_frontend\n\s+bind .*\n", text, re.MULTILINE)
@@ -79,6 +82,17 @@ def limited(text: str, limits: FrontLimits) -> str:
         ]
     lines = "".join(f"    {line}\n" for line in added)
     return text[: found.end()] + lines + text[found.end() :]
+
+
+_BUFFER = re.compile(r"^( +)tune\.bufsize (\d+)$", re.MULTILINE)
+
+
+def _wide_enough(line: re.Match[str]) -> str:
+    """Buffers that take a request's headers, and room for as many of them."""
+    indent, size = line[1], int(line[2])
+    if size >= _BUFFER_BYTES:
+        return line[0]
+    return f"{indent}tune.bufsize {_BUFFER_BYTES}\n{indent}tune.http.maxhdr {_HEADERS}"
 
 
 # A front that has just started knows no application: 404 would tell clients not to try again.

@@ -113,8 +113,7 @@ class Scheduler:
         if step.empty:
             return step.build(self.epoch, -1)
         self._counters.num_steps += 1
-        self._counters.step_tokens = step.tokens
-        self._admission.advance_time(self._counters.step_tokens)
+        self._admission.advance_time(step.tokens)
         self._flights.append(step)
         return step.build(self.epoch, self._counters.num_steps)
 

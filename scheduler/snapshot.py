@@ -62,9 +62,8 @@ class AdapterCounts:
 
 @dataclass(slots=True)
 class Counters:
-    """Counted since start, but for step_tokens; see Snapshot."""
+    """Counted since start; see Snapshot."""
 
-    step_tokens: int = 0
     num_steps: int = 0
     num_preemptions: int = 0
     num_prompt_tokens: int = 0
@@ -86,7 +85,7 @@ class Snapshot:
     draining: ended or preempted requests that plans in flight still name.
     free_blocks: blocks that no request holds. cached_blocks: those that the prefix cache can find.
     adapters: how many are in each state.
-    step_tokens: positions computed by the last plan. num_…: since start.
+    num_…: since start.
     oldest_arrival: of the requests that wait, in seconds of the caller's clock; None: none waits.
     """
 
@@ -101,7 +100,6 @@ class Snapshot:
     adapters: dict[AdapterState, int]
     tiers: AdapterTiers
     adapter_counts: AdapterCounts
-    step_tokens: int
     num_steps: int
     num_preemptions: int
     num_prompt_tokens: int

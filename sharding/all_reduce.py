@@ -5,12 +5,15 @@ import logging
 import socket
 from collections.abc import Mapping, Sequence
 
+import msgspec
 import torch
 from torch import Tensor
 from torch.distributed import Store
 
 from configs.engine import AllReduce
+from configs.wire.sums import MeasuredSums
 from sharding.group import ProcessGroupRanks, TensorParallel
+from sharding.progress import timed
 from sharding.symmetric import (
     DoubleBuffer,
     Method,
@@ -48,19 +51,24 @@ class AllReduceError(ValueError):
 
 
 def with_symmetric_memory(
-    ranks: ProcessGroupRanks, store: Store, device: torch.device, wanted: AllReduce
+    ranks: ProcessGroupRanks,
+    store: Store,
+    device: torch.device,
+    wanted: AllReduce,
+    known: MeasuredSums | None = None,
 ) -> TensorParallel:
     """Return the ranks, summing through symmetric memory where it is wanted, correct and faster.
 
-    All ranks call it together and select the same. Raises AllReduceError if the config demands
-    symmetric memory and it cannot be used.
+    known: rank 0's is not measured again. All ranks call it together and select the same. Raises
+    AllReduceError if the config demands symmetric memory and it cannot be used.
     """
     if wanted is AllReduce.NCCL:
         return _nccl(ranks, "as configured")
     reason = unreachable(peers(ranks, store, device))
     if reason is None:
         try:
-            mapped = map_buffer(2 * LARGEST_BYTES + peer_bytes(ranks.size), device)
+            with timed("mapping buffers of sums"):
+                mapped = map_buffer(2 * LARGEST_BYTES + peer_bytes(ranks.size), device)
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
     # A rank that failed alone must not leave the others in a barrier.
@@ -70,21 +78,23 @@ def with_symmetric_memory(
     of_norms = mapped[2 * LARGEST_BYTES :]
     # Its flags are reset on every rank before any reaches the end of the measurements.
     peer_buffers = PeerBuffers(of_norms.memory, of_norms.addresses)
+    known = of_rank_0(ranks, store, known)
     with torch.inference_mode():
-        dtypes, reason = correct_dtypes(ranks, buffers, sums, device)
+        with timed("comparing sums"):
+            dtypes, reason = correct_dtypes(ranks, buffers, sums, device)
         if not dtypes:
             return _without(ranks, wanted, reason)
-        methods = {Method.NCCL: ranks.all_reduce} if wanted is AllReduce.AUTO else {}
-        times = measure({**methods, **sums}, ranks, buffers, dtypes[0])
-    # The slowest rank's times are the same on all, and so is the table made from them.
-    table = SizeTable([(size, min(each, key=lambda m: each[m])) for size, each in times])
+        if known is None:
+            methods = {Method.NCCL: ranks.all_reduce} if wanted is AllReduce.AUTO else {}
+            with timed("measuring sums"):
+                table = measure({**methods, **sums}, ranks, buffers, dtypes[0])
+        else:
+            table = SizeTable([(size, Method(method)) for size, method in known.methods])
     names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
     description = f"symmetric memory for {names}: {table} (measured)"
-    for size, each in times:
-        shown = ", ".join(f"{method} {us:.1f}" for method, us in each.items())
-        logger.debug("all-reduce of %d bytes: %s us", size, shown)
     logger.info("all-reduce: %s", description)
-    symmetric = SymmetricRanks(ranks, buffers, sums, table, peer_buffers)
+    norm_rows = None if known is None else known.norm_rows
+    symmetric = SymmetricRanks(ranks, buffers, sums, table, peer_buffers, norm_rows)
     symmetric.serve(frozenset(dtypes), description)
     return symmetric
 
@@ -96,6 +106,15 @@ def peers(ranks: ProcessGroupRanks, store: Store, device: torch.device) -> list[
     store.set(f"all_reduce/{ranks.rank}", mine)
     found = [json.loads(store.get(f"all_reduce/{rank}")) for rank in range(ranks.size)]
     return [(host, index) for host, index in found]
+
+
+def of_rank_0(
+    ranks: ProcessGroupRanks, store: Store, known: MeasuredSums | None
+) -> MeasuredSums | None:
+    """Return what rank 0 knows: ranks that sum in different ways would wait for each other."""
+    if ranks.rank == 0:
+        store.set("all_reduce/known", msgspec.json.encode(known).decode())
+    return msgspec.json.decode(store.get("all_reduce/known"), type=MeasuredSums | None)
 
 
 def unreachable(devices_of: Sequence[tuple[str, int]]) -> str | None:
@@ -152,20 +171,22 @@ def measure(
     ranks: ProcessGroupRanks,
     buffers: DoubleBuffer,
     dtype: torch.dtype,
-) -> list[tuple[int, dict[Method, float]]]:
-    """Return the microseconds of a sum in a CUDA graph, for each of SIZES and each method.
+) -> SizeTable:
+    """Return the fastest method in a CUDA graph for each of SIZES.
 
     The slowest rank's time counts, so every rank gets the same table.
     """
-    found = []
+    choices = []
     for size in SIZES:
         x = buffers.take((size // dtype.itemsize,), dtype).zero_()
         mine = [captured_us(sum_, x) for sum_ in methods.values()]
-        slowest = ranks.maximum(mine, x.device)
-        found.append((size, dict(zip(methods, slowest, strict=True))))
+        slowest = dict(zip(methods, ranks.maximum(mine, x.device), strict=True))
+        shown = ", ".join(f"{method} {us:.1f}" for method, us in slowest.items())
+        logger.debug("all-reduce of %d bytes: %s us", size, shown)
+        choices.append((size, min(slowest, key=lambda method: slowest[method])))
     # The graphs are gone: their memory goes back to the device.
     torch.cuda.empty_cache()
-    return found
+    return SizeTable(choices)
 
 
 def captured_us(sum_: Sum, x: Tensor) -> float:

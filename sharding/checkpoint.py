@@ -19,6 +19,9 @@ _SAFETENSORS = "model.safetensors"
 _PICKLED = "pytorch_model.bin"
 _MAX_INDEX_BYTES = 256 << 20
 
+_QUANTISED = (".qweight", ".weight_packed", ".SCB", ".weight.absmax", ".weight_scale")
+"""How names of tensors end that quantised weights have."""
+
 _DTYPES = FLOAT_TYPES | {str(dtype): dtype for dtype in FLOAT_TYPES.values()}
 """By the names of safetensors and of torch."""
 
@@ -118,7 +121,11 @@ class Checkpoint:
         file, key = self._tensor(name)
         stored = file.dtype(key)
         if stored not in _DTYPES:
-            raise CheckpointError(f"tensor {name!r} is stored as {stored}, which is not supported")
+            raise CheckpointError(
+                f"tensor {name!r} is stored as {stored}, which is not supported: of quantised "
+                "weights those of linear maps inside the layers are read, where config.json's "
+                "quantization_config names their method"
+            )
         return _DTYPES[stored]
 
     def is_float(self, name: str) -> bool:
@@ -174,8 +181,26 @@ class Checkpoint:
     def _tensor(self, name: str) -> tuple[_File, str]:
         """Return the file that holds a tensor, and its name there."""
         if name not in self._tensors:
-            raise CheckpointError(f"the checkpoint has no tensor {name!r}")
+            raise CheckpointError(f"the checkpoint has no tensor {name!r}; {self._instead(name)}")
         return self._tensors[name]
+
+    def _instead(self, name: str) -> str:
+        """Say what there is in place of a tensor that is missing."""
+        module, _, last = name.rpartition(".")
+        part = module.rpartition(".")[2]
+        beside = sorted(key for key in self._tensors if key.startswith(f"{module}."))
+        # A file may call the module's parents otherwise.
+        beside = beside or sorted(key for key in self._tensors if part in key.split("."))
+        stored = [key for key in beside if key.endswith(_QUANTISED)]
+        if stored and (last == "weight" or part == "experts"):
+            return (
+                f"it has {stored[0]}: of quantised weights those of linear maps inside the layers "
+                "are read, where config.json's quantization_config names their method, and of "
+                "experts those in fp8 or gpt-oss' mxfp4: take a checkpoint that leaves others as "
+                "they were"
+            )
+        shown = ", ".join((beside or sorted(self._tensors))[:3])
+        return f"it has {shown}, ...: complete or rename its tensors" if shown else "it is empty"
 
 
 class SafetensorsCheckpoint(Checkpoint):
@@ -234,16 +259,22 @@ def _files(folder: Path, name: str) -> list[Path]:
         )
     try:
         weight_map = json.loads(read_text(index, _MAX_INDEX_BYTES))["weight_map"]
-        files = [folder / file for file in sorted(set(weight_map.values()))]
+        names = sorted(set(weight_map.values()))
+        missing = [file for file in names if not (folder / file).is_file()]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError) as error:
         raise CheckpointError(f"{index} is not an index of shards: {error!r}") from error
-    missing = [path.name for path in files if not path.is_file()]
+    # Links may lead out of the folder, as those of the hub's cache do; names must not.
+    outside = [file for file in names if Path(file).is_absolute() or ".." in Path(file).parts]
+    if outside:
+        raise CheckpointError(
+            f"{index} names {outside[0]}, which is outside of its folder: put the file beside it"
+        )
     if missing:
         raise CheckpointError(
             f"{folder} lacks {', '.join(missing)}, which {index.name} names, and has no {name}: "
             "add the missing files, or save the model again"
         )
-    return files
+    return [folder / file for file in names]
 
 
 class DummySource:

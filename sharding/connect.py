@@ -8,9 +8,11 @@ import torch.distributed as dist
 from torch.distributed import Store
 
 from configs.engine import AllReduce
+from configs.wire.sums import MeasuredSums
 from sharding.all_reduce import with_symmetric_memory
 from sharding.group import ProcessGroupRanks, SingleRank, TensorParallel
-from sharding.symmetric import world
+from sharding.progress import timed
+from sharding.symmetric import SymmetricRanks, world
 
 
 def connect(
@@ -20,10 +22,12 @@ def connect(
     device: torch.device,
     timeout_s: float,
     all_reduce: AllReduce = AllReduce.AUTO,
+    known: MeasuredSums | None = None,
 ) -> TensorParallel:
     """Join a group through `store`; a collective of gloo or NCCL fails after timeout_s.
 
     All ranks call it together. On CUDA each rank is a process of its own, with its device set.
+    known: what such a group has measured on these GPUs; rank 0's counts.
     """
     if size == 1:
         return SingleRank()
@@ -35,4 +39,12 @@ def connect(
     # Symmetric memory finds its group by a name that only registered groups have.
     dist.init_process_group("nccl", store=store, rank=rank, world_size=size, timeout=timeout)
     backend = cast(dist.ProcessGroup, world()._get_backend(device))
-    return with_symmetric_memory(ProcessGroupRanks(backend, "nccl"), store, device, all_reduce)
+    ranks = ProcessGroupRanks(backend, "nccl")
+    with timed("NCCL's first sum"):  # It connects the ranks.
+        ranks.maximum([0.0], device)
+    return with_symmetric_memory(ranks, store, device, all_reduce, known)
+
+
+def measured_sums(group: TensorParallel) -> MeasuredSums | None:
+    """Return what a group has measured, for `connect`; None where there was nothing to."""
+    return group.measured if isinstance(group, SymmetricRanks) else None

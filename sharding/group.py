@@ -34,14 +34,14 @@ class TensorParallel(Protocol):
 
         Its values are undefined. It is valid until the next `all_reduce`, or the next call but one.
         """
-        ...
+        return None
 
     def summand(self, shape: Sequence[int], dtype: torch.dtype) -> "Summand | None":
         """Return a summand of undefined values that a norm sums, or None: `all_reduce` shall.
 
         It must be summed, once, before the next call.
         """
-        ...
+        return None
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def summed(x: Tensor | Summand) -> Tensor:
     return x.total() if isinstance(x, Summand) else x
 
 
-class SingleRank:
+class SingleRank(TensorParallel):
     """A group of one rank: no process group, no copy."""
 
     rank = 0
@@ -82,16 +82,8 @@ class SingleRank:
         """Return x."""
         return x
 
-    def output_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
-        """Return None: nothing is sent."""
-        return None
 
-    def summand(self, shape: Sequence[int], dtype: torch.dtype) -> Summand | None:
-        """Return None: every sum is `all_reduce`'s."""
-        return None
-
-
-class LoneRank:
+class LoneRank(TensorParallel):
     """One rank of several without the others, to compile its kernels; its sums are wrong."""
 
     method = "without the other ranks"
@@ -108,16 +100,8 @@ class LoneRank:
         """Return x once for each rank."""
         return torch.cat([x] * self.size, dim=-1)
 
-    def output_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
-        """Return None."""
-        return None
 
-    def summand(self, shape: Sequence[int], dtype: torch.dtype) -> Summand | None:
-        """Return None: every sum is `all_reduce`'s."""
-        return None
-
-
-class ProcessGroupRanks:
+class ProcessGroupRanks(TensorParallel):
     """Several ranks over one backend of torch: gloo on CPU, NCCL on GPUs.
 
     One process may hold several gloo ranks (tests run them as threads): nothing here is global.
@@ -142,14 +126,6 @@ class ProcessGroupRanks:
         self._backend._allgather_base(parts.view(-1), x.contiguous().view(-1)).wait()
         # Gathered along a new first dimension, which becomes part of the last one.
         return parts.movedim(0, -2).flatten(-2)
-
-    def output_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
-        """Return None: any tensor can be summed without a copy."""
-        return None
-
-    def summand(self, shape: Sequence[int], dtype: torch.dtype) -> Summand | None:
-        """Return None: every sum is `all_reduce`'s."""
-        return None
 
     def maximum(self, values: Sequence[float], device: torch.device) -> list[float]:
         """Return each value's maximum over the ranks."""

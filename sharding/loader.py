@@ -18,6 +18,9 @@ logger = logging.getLogger("loray.sharding.loader")
 
 GIGA = 1e9
 
+UNUSED = "if it shall be computed without them, as transformers does, remove them from the files"
+"""What to do about tensors that no module of a model reads."""
+
 
 class Weights:
     """A checkpoint as one rank reads it.
@@ -46,8 +49,8 @@ class Weights:
         self._progress = Progress("weights", None if self._names is None else len(self._names))
 
     def stand_in(self, name: str, other: str) -> None:
-        """Read tensor `other` where the checkpoint has no tensor `name`."""
-        self._stand_ins[name] = other
+        """Read tensor `other` where the checkpoint has no tensor `name`; the first one counts."""
+        self._stand_ins.setdefault(name, other)
 
     def read(
         self,
@@ -122,7 +125,7 @@ class Weights:
         if left:
             shown = ", ".join(left[:8]) + (", ..." if len(left) > 8 else "")
             raise CheckpointError(
-                f"the model does not use {len(left)} tensors of the checkpoint: {shown}"
+                f"the model does not use {len(left)} tensors of the checkpoint: {shown}; {UNUSED}"
             )
 
     def _use(self, name: str) -> str:
@@ -168,8 +171,12 @@ def _cut(
 
 
 def idle_biases(left: Iterable[str], used: Set[str]) -> set[str]:
-    """Return and log the biases among unread tensors that have a weight among the used ones."""
-    found = {n for n in left if n.endswith(".bias") and f"{n.removesuffix('bias')}weight" in used}
+    """Return and log the biases among unread tensors of modules of which others were used.
+
+    A quantised module may have no tensor `weight` (GPTQ's files have biases of zeros everywhere).
+    """
+    modules = {name.rpartition(".")[0] for name in used}
+    found = {n for n in left if n.endswith(".bias") and n.removesuffix(".bias") in modules}
     if found:
         logger.warning(
             "%d biases of the checkpoint are ignored, as the model has none there: %s",

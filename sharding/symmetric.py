@@ -30,6 +30,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 from torch import Tensor
 
+from configs.wire.sums import MeasuredSums
 from sharding.group import Summand, TensorParallel
 
 ALIGNMENT = 16
@@ -140,17 +141,17 @@ class SizeTable:
     """The method for each number of bytes, as measured; sizes ascend, each is an upper bound."""
 
     def __init__(self, choices: Sequence[tuple[int, Method]]) -> None:
-        self._choices = tuple(choices)
+        self.choices = tuple(choices)
 
     def method(self, num_bytes: int) -> Method:
         """Return the method of the smallest measured size that is as large; NCCL beyond all."""
-        return next((m for size, m in self._choices if num_bytes <= size), Method.NCCL)
+        return next((m for size, m in self.choices if num_bytes <= size), Method.NCCL)
 
     def __str__(self) -> str:
         """Runs of one method: "one-shot to 256 KiB, two-shot to 32 MiB, nccl above"."""
         steps = []
-        for i, (size, method) in enumerate(self._choices):
-            if i + 1 == len(self._choices) or self._choices[i + 1][1] is not method:
+        for i, (size, method) in enumerate(self.choices):
+            if i + 1 == len(self.choices) or self.choices[i + 1][1] is not method:
                 steps.append((method, _bytes(size)))
         parts = [f"{method} to {size}" for method, size in steps if method is not Method.NCCL]
         if any(method is Method.NCCL for method, _ in steps[:-1]):
@@ -168,8 +169,12 @@ class SymmetricRanks:
         sums: Mapping[Method, Sum],
         table: SizeTable,
         peer_buffers: PeerBuffers | None = None,
+        known_norm_rows: int | None = None,
     ) -> None:
-        """sums: for each method of the table but NCCL. peer_buffers: for sums of norms."""
+        """sums: for each method of the table but NCCL. peer_buffers: for sums of norms.
+
+        known_norm_rows: as in `MeasuredSums`, of a group before this one.
+        """
         self._ranks = ranks
         self._buffers = buffers
         self._sums = sums
@@ -177,6 +182,7 @@ class SymmetricRanks:
         self._dtypes: frozenset[torch.dtype] = frozenset()
         self.peer_buffers = peer_buffers
         self._normed: tuple[torch.dtype | None, int] = (None, 0)
+        self.known_norm_rows = known_norm_rows
         self.rank, self.size = ranks.rank, ranks.size
         self.method = ranks.method
 
@@ -189,6 +195,13 @@ class SymmetricRanks:
         assert self.peer_buffers is not None
         assert most_rows <= MOST_ROWS
         self._normed, self.method = (dtype, most_rows), method
+        self.known_norm_rows = most_rows
+
+    @property
+    def measured(self) -> MeasuredSums:
+        """What was measured here, or known before."""
+        methods = [(size, method.value) for size, method in self._table.choices]
+        return MeasuredSums(methods, self.known_norm_rows)
 
     def summand(self, shape: Sequence[int], dtype: torch.dtype) -> Summand | None:
         """Return a summand where a norm sums faster."""

@@ -34,13 +34,10 @@ def write_classifier(folder: Path, base: Path, num_labels: int, **settings: Any)
     return folder
 
 
-def write_score_adapter(
-    folder: Path, base: Path, num_labels: int, targets: Sequence[str] | str = "all-linear"
-) -> Path:
+def write_score_adapter(folder: Path, base: Path, num_labels: int) -> Path:
     """Write an adapter with a head of its own, trained over a model's folder."""
     model = _classifier(base, num_labels=num_labels, ignore_mismatched_sizes=True)
-    chosen = targets if isinstance(targets, str) else list(targets)
-    config = LoraConfig(task_type="SEQ_CLS", r=4, lora_alpha=8, target_modules=chosen)
+    config = LoraConfig(task_type="SEQ_CLS", r=4, lora_alpha=8, target_modules="all-linear")
     adapted = get_peft_model(model, config)
     _randomise(adapted, torch.Generator().manual_seed(100 + num_labels))
     adapted.save_pretrained(str(folder))

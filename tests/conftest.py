@@ -59,6 +59,16 @@ def pytest_collection() -> Generator[None, object, object]:
     return found
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Tests marked `gpu` need a CUDA device."""
+    if item.get_closest_marker("gpu"):
+        import torch  # Here, not above: most tests start faster without.
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that start Ray take the longest, so they begin first.
 

@@ -5,8 +5,10 @@ import hashlib
 import json
 import threading
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
+
+from tests.local_server import PATIENCE_S, LocalServer
 
 
 @dataclass
@@ -30,36 +32,22 @@ class Repository:
         return sha
 
 
-class HubServer:
+class HubServer(LocalServer):
     """`with HubServer() as hub`; faults: statuses that answer the next requests instead.
 
     requests: paths of all that came, in order. cuts: so many bytes of a file go out, then the
-    connection breaks, once for each entry. resumed: where downloads went on. gate: files wait
-    for it.
+    connection breaks, once for each entry. resumed: where downloads went on.
     """
 
     def __init__(self) -> None:
+        super().__init__(_Handler)
         self.repositories: dict[str, Repository] = {}
         self.faults: list[int] = []
         self.cuts: list[int] = []
         self.requests: list[str] = []
         self.resumed: list[int] = []
-        self.gate = threading.Event()
-        self.gate.set()
         self.file_requested = threading.Event()
         self._came = threading.Condition()
-        hub = self
-
-        class Handler(_Handler):
-            server_hub = hub
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,))
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self._server.server_port}"
 
     def add(self, name: str, files: dict[str, bytes], **rules: Any) -> Repository:
         repository = self.repositories[name] = Repository(files, **rules)
@@ -72,7 +60,7 @@ class HubServer:
     def await_downloads(self, count: int) -> None:
         """Wait for so many requests of files; a client that gives up is faster than this server."""
         with self._came:
-            assert self._came.wait_for(lambda: len(self.downloads()) >= count, _PATIENCE_S)
+            assert self._came.wait_for(lambda: len(self.downloads()) >= count, PATIENCE_S)
 
     def looks(self) -> int:
         """How many requests were about a repository."""
@@ -84,23 +72,13 @@ class HubServer:
             self.requests.append(path)
             self._came.notify_all()
 
-    def __enter__(self) -> "HubServer":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.gate.set()
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
-
 
 class _Handler(BaseHTTPRequestHandler):
-    server_hub: HubServer
+    owner: HubServer
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
-        hub = self.server_hub
+        hub = self.owner
         hub.note(self.path)
         if hub.faults:
             self._answer(hub.faults.pop(0), b"fault on order")
@@ -115,7 +93,7 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def _describe(self, name: str, rest: str) -> None:
-        repository = self.server_hub.repositories.get(name)
+        repository = self.owner.repositories.get(name)
         if repository is None or not (repository.gated or self._may_read(repository)):
             self._answer(401, b"", {"X-Error-Code": "RepoNotFound"})
         elif rest == "auth-check":
@@ -143,7 +121,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(200, json.dumps(description).encode(), {"Content-Type": "application/json"})
 
     def _send_file(self, name: str, sha: str, file: str) -> None:
-        hub = self.server_hub
+        hub = self.owner
         repository = hub.repositories[name]
         if not self._may_read(repository):
             self._answer(403, b"", _GATED)
@@ -151,7 +129,7 @@ class _Handler(BaseHTTPRequestHandler):
         data = repository.commits[sha][file]
         cut = hub.cuts.pop(0) if hub.cuts else None
         hub.file_requested.set()
-        hub.gate.wait(_PATIENCE_S)
+        hub.gate.wait(PATIENCE_S)
         start = 0
         if (ranged := self.headers["Range"]) is not None:
             start = int(ranged.removeprefix("bytes=").removesuffix("-"))
@@ -183,7 +161,6 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 _GATED = {"X-Error-Code": "GatedRepo"}
-_PATIENCE_S = 600.0
 
 
 def _split(path: str) -> tuple[str, str]:

@@ -124,9 +124,15 @@ def expected_heading(kind: str, architecture: str) -> str:
     """Where the code's tables put a type that is served: among the paged ones, or padded."""
     if architecture in WRAPPERS:
         return TEXT
-    if architecture in FAMILIES and MODEL_TYPES[architecture] == CONFIG_MAPPING[kind].model_type:
+    if _is_own(kind, architecture):
         return OWN
     return PADDED if reason(kind, architecture) else GENERIC
+
+
+def _is_own(kind: str, architecture: str) -> bool:
+    """Whether code of ours computes a type: others are built as a class of its families, too."""
+    own = MODEL_TYPES[architecture] if architecture in FAMILIES else None
+    return own == CONFIG_MAPPING[kind].model_type
 
 
 def reason(kind: str, architecture: str) -> str:
@@ -151,7 +157,7 @@ def _entry(row: Row) -> Entry:
 def _placed(row: Row, architecture: str) -> tuple[str, str]:
     """The heading, and what there is to say."""
     if row.word == "exact" and row.served == "paged":
-        return (OWN if architecture in FAMILIES else GENERIC), ""
+        return (OWN if _is_own(row.kind, architecture) else GENERIC), ""
     if row.word == "exact":
         return PADDED, reason(row.kind, architecture)
     if architecture in WRAPPERS:

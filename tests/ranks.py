@@ -1,7 +1,7 @@
 """Several ranks in one process, as threads: over gloo, or through memory where it costs less."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sharding.connect import connect
-from sharding.group import SingleRank, Summand, TensorParallel, memory_store
+from sharding.group import SingleRank, TensorParallel, memory_store
 
 T = TypeVar("T")
 
@@ -81,7 +81,7 @@ class Table:
         self.barrier = threading.Barrier(self.size, timeout=TIMEOUT_S)
 
 
-class MemoryRank:
+class MemoryRank(TensorParallel):
     """One rank's seat at a table. Sums are taken in the order of ranks, so all have the same."""
 
     method = "memory"
@@ -103,12 +103,6 @@ class MemoryRank:
         whole = torch.cat(self._bring("gather", x.contiguous()), dim=-1)
         self._table.barrier.wait()
         return whole
-
-    def output_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
-        return None
-
-    def summand(self, shape: Sequence[int], dtype: torch.dtype) -> Summand | None:
-        return None
 
     def _bring(self, kind: str, x: Tensor) -> list[Tensor]:
         """What all ranks brought, once all have come."""

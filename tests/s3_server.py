@@ -7,11 +7,11 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 
 import httpx
 
-_PATIENCE_S = 600.0
+from tests.local_server import PATIENCE_S, LocalServer
 
 
 @contextmanager
@@ -31,71 +31,45 @@ def s3_server() -> Iterator[str]:
             drain.join()
 
 
-class FaultyS3:
+class FaultyS3(LocalServer):
     """`with FaultyS3(url) as proxy` forwards to a server.
 
     faults: statuses that answer the next requests instead. cuts: so many bytes of a file go out,
-    then the connection breaks, once for each entry. ranges: the range of each request. gate: files
-    wait for it.
+    then the connection breaks, once for each entry. ranges: the range of each request.
     """
 
     def __init__(self, target: str) -> None:
+        super().__init__(_Handler)
         self.target = target
         self.faults: list[int] = []
         self.cuts: list[int] = []
         self.ranges: list[str | None] = []
-        self.gate = threading.Event()
-        self.gate.set()
-        proxy = self
-
-        class Handler(_Handler):
-            """Bound to this proxy."""
-
-            s3 = proxy
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,))
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self._server.server_port}"
-
-    def __enter__(self) -> "FaultyS3":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.gate.set()
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
 
 
 class _Handler(BaseHTTPRequestHandler):
-    s3: FaultyS3
+    owner: FaultyS3
 
     def do_HEAD(self) -> None:
         wanted = {"authorization": self.headers["authorization"]}
-        answer = httpx.head(f"{self.s3.target}{self.path}", headers=wanted, timeout=_PATIENCE_S)
+        answer = httpx.head(f"{self.owner.target}{self.path}", headers=wanted, timeout=PATIENCE_S)
         self.send_response(answer.status_code)
         for name, value in answer.headers.items():
             self.send_header(name, value)
         self.end_headers()
 
     def do_GET(self) -> None:
-        self.s3.ranges.append(self.headers["Range"])
-        if self.s3.faults:
-            self.send_response(self.s3.faults.pop(0))
+        self.owner.ranges.append(self.headers["Range"])
+        if self.owner.faults:
+            self.send_response(self.owner.faults.pop(0))
             self.end_headers()
             return
         is_file = "list-type" not in self.path
-        cut = self.s3.cuts.pop(0) if self.s3.cuts and is_file else None
+        cut = self.owner.cuts.pop(0) if self.owner.cuts and is_file else None
         if is_file:
-            self.s3.gate.wait(_PATIENCE_S)
+            self.owner.gate.wait(PATIENCE_S)
         passed_on = ("range", "if-match", "authorization")
         wanted = {k: v for k, v in self.headers.items() if k.lower() in passed_on}
-        answer = httpx.get(f"{self.s3.target}{self.path}", headers=wanted, timeout=_PATIENCE_S)
+        answer = httpx.get(f"{self.owner.target}{self.path}", headers=wanted, timeout=PATIENCE_S)
         self.send_response(answer.status_code)
         for name, value in answer.headers.items():
             if name.lower() not in ("connection", "transfer-encoding", "date", "server"):

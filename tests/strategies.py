@@ -237,7 +237,7 @@ def merges(count: int) -> st.SearchStrategy[dict[AdapterKey, tuple[AdapterKey, .
 
 
 @st.composite
-def stories(draw: st.DrawFn, num_adapters: int = 5, max_actions: int = 30) -> Story:
+def stories(draw: st.DrawFn, num_adapters: int = 5) -> Story:
     """A server, its adapters, and arrivals among everything that can go wrong."""
     adapters = draw(adapter_choices(num_adapters))
     known = st.sampled_from(keys(num_adapters))
@@ -267,7 +267,7 @@ def stories(draw: st.DrawFn, num_adapters: int = 5, max_actions: int = 30) -> St
         st.builds(Reshare, adapter_shares(num_adapters)),
     )
     action = st.one_of(arrive, arrive, arrive, arrive, embed, ticks, rare)
-    num_actions = draw(st.integers(1, max_actions))  # A list of its own choice stays too short.
+    num_actions = draw(st.integers(1, 30))  # A list of its own choice stays too short.
     return Story(
         capacity=draw(capacities()),
         limits=draw(limits()),

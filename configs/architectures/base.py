@@ -50,7 +50,6 @@ class ModelArchitecture(Config):
 
     architecture: the class name in config.json. max_position_embeddings: in tokens.
     checkpoint_dtype: the type the weights were saved in (None: not said).
-    eos_token_ids: every token that ends a sequence by the model's own config.
     is_text_stack: whether the checkpoint is of a larger model; its decoder alone is served.
     num_labels: of its classification head, which stands in place of the vocabulary's; 0: it has
     none.
@@ -63,7 +62,6 @@ class ModelArchitecture(Config):
     max_position_embeddings: PositiveInt
     tie_word_embeddings: bool = False
     bos_token_id: int | None = None
-    eos_token_ids: tuple[int, ...] = ()
     checkpoint_dtype: Literal["float32", "float16", "bfloat16"] | None = None
     is_text_stack: bool = False
     num_labels: NonNegativeInt = 0
@@ -108,6 +106,20 @@ class ModelArchitecture(Config):
         return self
 
 
+LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+"""Keys that say how many layers a decoder has."""
+
+_MAX_LAYERS = 10_000
+
+
+def refuse_many_layers(config: Mapping[str, Any]) -> None:
+    """Refuse more layers than any model has: what is made for each would take all memory."""
+    for key in LAYER_COUNTS:
+        count = config.get(key)
+        if isinstance(count, int | float) and count > _MAX_LAYERS:
+            raise ArchitectureError(f"{key} ({count}) is above {_MAX_LAYERS}")
+
+
 def required(config: Mapping[str, Any], key: str) -> int:
     """A whole number that has no honest default; ArchitectureError when it is not given."""
     if config.get(key) is None:
@@ -120,13 +132,6 @@ def activation(name: str, key: str = "hidden_act") -> Activation:
     if name not in list(Activation):
         raise ArchitectureError(f"{key} {name!r} is not supported; known: {', '.join(Activation)}")
     return Activation(name)
-
-
-def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    """`eos_token_id` is one id, several, or none."""
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)
 
 
 def checkpoint_dtype(config: Mapping[str, Any]) -> Any:

@@ -4,7 +4,6 @@ There are two forms: that of the authors, SpecForge and Model Optimizer, and tha
 which has the decoder's keys in `transformer_layer_config`.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from pydantic import PositiveFloat, PositiveInt
 from configs.architectures.base import Activation, ArchitectureError, activation, required
 from configs.architectures.rope import Rope, RopeType, read_rope
 from configs.base import Config
-from configs.reading import read_text
+from configs.reading import read_object
 
 CONFIG_NAME = "config.json"
 _MAX_CONFIG_BYTES = 1 << 20
@@ -49,7 +48,7 @@ _FIXED: dict[str, Any] = {
 class Eagle3Architecture(Config):
     """One decoder layer over embedded tokens beside the target model's states.
 
-    target_size: width of a state. draft_vocab_size: tokens that can be guessed; None: all, by the
+    draft_vocab_size: tokens that can be guessed; None: all, by the
     target's head where the files have none. layers: the target's layers after which states are
     read; (): the usual three. norm_before_residual: the stream begins with the normed state.
     """
@@ -62,7 +61,6 @@ class Eagle3Architecture(Config):
     rms_norm_eps: PositiveFloat
     hidden_act: Activation
     rope: Rope
-    target_size: PositiveInt
     draft_vocab_size: PositiveInt | None
     layers: tuple[int, ...] = ()
     norm_before_residual: bool = False
@@ -83,15 +81,15 @@ def load_eagle3(folder: Path) -> Eagle3Architecture:
     """Read `folder`/config.json; ArchitectureError says what is missing or not supported."""
     path = folder / CONFIG_NAME
     try:
-        config = json.loads(read_text(path, _MAX_CONFIG_BYTES))
-    except (OSError, ValueError, RecursionError) as error:
+        config = read_object(path, _MAX_CONFIG_BYTES)
+    except (OSError, ValueError) as error:
         raise ArchitectureError(f"{path} cannot be read: {error}") from error
     return parse_eagle3(config, str(path))
 
 
-def parse_eagle3(config: Any, where: str) -> Eagle3Architecture:
+def parse_eagle3(config: Mapping[str, Any], where: str) -> Eagle3Architecture:
     """Check a config of EAGLE-3 heads; where: its file, for messages."""
-    if not isinstance(config, dict) or not _is_eagle3(config):
+    if not _is_eagle3(config):
         raise ArchitectureError(f"{where} describes no EAGLE-3 heads")
     inner = config.get("transformer_layer_config") or {}
     eagle = config.get("eagle_config") or {}
@@ -113,7 +111,6 @@ def parse_eagle3(config: Any, where: str) -> Eagle3Architecture:
         rms_norm_eps=given["rms_norm_eps"],
         hidden_act=activation(given["hidden_act"]),
         rope=rope,
-        target_size=config.get("target_hidden_size") or hidden,
         draft_vocab_size=config.get("draft_vocab_size"),
         layers=_layers(config, eagle, where),
         norm_before_residual=bool(config.get("norm_before_residual")),

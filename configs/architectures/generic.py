@@ -14,19 +14,23 @@ PAGED_TYPES = frozenset(
     (
         "afmoe", "apertus", "apertus1p5_text", "arcee", "aria_text", "axk1", "beam", "cohere",
         "cohere2", "cohere2_moe", "cwm", "dbrx", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5",
-        "ernie4_5_moe", "exaone4", "exaone_moe", "flex_olmo", "flint", "gemma", "gemma2",
+        "ernie4_5_moe", "exaone", "exaone4", "exaone_moe", "flex_olmo", "flint", "gemma", "gemma2",
         "gemma3_text", "gemma3n_text", "gemma4_text", "gemma4_unified_text", "glm", "glm4",
         "glm4_moe", "glm4_moe_lite", "gpt_oss", "granite_swa", "granitemoe", "granitemoe_swa",
         "granitemoehybrid", "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe",
-        "hyperclovax", "jais2", "jetmoe", "kolibri1", "lfm2_moe", "llama4_text", "mellum",
-        "minicpm3", "minimax_m2",
-        "minimax_m3_vl_text", "ministral", "ministral3", "mixtral", "modernbert-decoder",
-        "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "persimmon", "phi", "phimoe",
-        "qwen2_moe", "qwen3_moe", "sarvam_mla", "seed_oss", "smollm3", "solar_open", "stablelm",
-        "starcoder2", "vaultgemma",
+        "hyperclovax", "internlm3", "iquestcoder", "jais2", "jetmoe", "kolibri1", "lfm2_moe",
+        "llama4_text", "mellum", "minicpm3", "minimax_m2", "minimax_m3_vl_text", "ministral",
+        "ministral3", "mixtral", "modernbert-decoder", "nanochat", "nemotron", "olmo", "olmo2",
+        "olmo3", "olmoe", "persimmon", "phi", "phimoe", "qwen2_moe", "qwen3_moe", "sarvam_mla",
+        "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma",
     )
 )  # fmt: skip
 """The `model_type`s of config.json that are served so."""
+
+BUILT_AS: dict[str, tuple[str, ...]] = {
+    "LlamaForCausalLM": ("exaone", "internlm3", "iquestcoder"),
+}
+"""Those of which transformers makes a class of another type, by its name."""
 
 _ROPE_TYPES = frozenset({None, "default", "dynamic", "linear", "llama3", "proportional", "yarn"})
 """Rotary frequencies that are one table for all rows: dynamic up to the model's own length."""

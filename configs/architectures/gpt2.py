@@ -17,7 +17,6 @@ from configs.architectures.base import (
     checkpoint_dtype,
     refuse_unserved,
     required,
-    token_ids,
 )
 
 
@@ -63,7 +62,6 @@ _DEFAULTS: dict[str, Any] = {
     "scale_attn_by_inverse_layer_idx": False,
     "tie_word_embeddings": True,
     "bos_token_id": 50256,
-    "eos_token_id": 50256,
 }
 
 _ALIASES = {
@@ -97,6 +95,5 @@ def parse(name: str, config: Mapping[str, Any]) -> GPT2Architecture:
         max_position_embeddings=length,
         tie_word_embeddings=known["tie_word_embeddings"],
         bos_token_id=known["bos_token_id"],
-        eos_token_ids=token_ids(known["eos_token_id"]),
         checkpoint_dtype=checkpoint_dtype(known),
     )

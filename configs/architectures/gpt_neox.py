@@ -16,7 +16,6 @@ from configs.architectures.base import (
     checkpoint_dtype,
     refuse_unserved,
     required,
-    token_ids,
 )
 from configs.architectures.rope import Rope, RopeType, RotaryArchitecture, read_rope
 
@@ -81,7 +80,6 @@ _DEFAULTS: dict[str, Any] = {
     "layer_norm_eps": 1e-5,
     "use_cache": True,
     "bos_token_id": 0,
-    "eos_token_id": 2,
     "tie_word_embeddings": False,
     "use_parallel_residual": True,
     "attention_bias": True,
@@ -115,7 +113,6 @@ def parse(name: str, config: Mapping[str, Any]) -> GPTNeoXArchitecture:
         max_position_embeddings=length,
         tie_word_embeddings=known["tie_word_embeddings"],
         bos_token_id=known["bos_token_id"],
-        eos_token_ids=token_ids(known["eos_token_id"]),
         checkpoint_dtype=checkpoint_dtype(known),
     )
 

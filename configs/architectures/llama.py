@@ -19,7 +19,6 @@ from configs.architectures.base import (
     refuse_unserved,
     refuse_window_of_one,
     required,
-    token_ids,
 )
 from configs.architectures.rope import Rope, RopeType, RotaryArchitecture, read_rope
 from configs.base import Config
@@ -114,7 +113,6 @@ _QWEN: dict[str, Any] = {
     "sliding_window": 4096,
     "max_window_layers": 28,
     "bos_token_id": None,
-    "eos_token_id": None,
 }
 _SOME_WINDOWED = frozenset({"use_sliding_window", "max_window_layers"})
 _MULTIPLIERS = frozenset(
@@ -149,7 +147,6 @@ FAMILY: dict[str, Member] = {
             "rms_norm_eps": 1e-5,
             "max_position_embeddings": 4096,
             "original_max_position_embeddings": 4096,
-            "eos_token_id": 32000,
         },
         honours=frozenset({"sliding_window", "partial_rotary_factor"}),
         # Its class in transformers drops the cache there, in prepare_inputs_for_generation.
@@ -177,7 +174,6 @@ _DEFAULTS: dict[str, Any] = {
     "max_position_embeddings": 2048,
     "rope_theta": 10000.0,
     "bos_token_id": 1,
-    "eos_token_id": 2,
 }
 
 _OWN = frozenset(
@@ -214,7 +210,6 @@ def parse(name: str, config: Mapping[str, Any]) -> Architecture:
         max_position_embeddings=known["max_position_embeddings"],
         tie_word_embeddings=known.get("tie_word_embeddings", False),
         bos_token_id=known["bos_token_id"],
-        eos_token_ids=token_ids(known["eos_token_id"]),
         checkpoint_dtype=checkpoint_dtype(known),
         blends=_blends(known),
         **_scales(known, head_dim),

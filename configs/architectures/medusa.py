@@ -1,12 +1,12 @@
 """Medusa heads, as their folder's config.json describes them."""
 
-import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from configs.architectures.base import ArchitectureError
 from configs.base import Config
-from configs.reading import read_text
+from configs.reading import read_object
 
 CONFIG_NAME = "config.json"
 MOST_HEADS = 64
@@ -27,15 +27,15 @@ def load_medusa(folder: Path, within: Path | None = None) -> MedusaArchitecture:
     """
     path = folder / CONFIG_NAME
     try:
-        config = json.loads(read_text(path, _MAX_CONFIG_BYTES, within))
-    except (OSError, ValueError, RecursionError) as error:
+        config = read_object(path, _MAX_CONFIG_BYTES, within)
+    except (OSError, ValueError) as error:
         raise ArchitectureError(f"{path} cannot be read: {error}") from error
     return parse_medusa(config, str(path))
 
 
-def parse_medusa(config: Any, where: str) -> MedusaArchitecture:
+def parse_medusa(config: Mapping[str, Any], where: str) -> MedusaArchitecture:
     """Check a config of Medusa heads; where: its file, for messages."""
-    if not isinstance(config, dict) or "medusa_num_heads" not in config:
+    if "medusa_num_heads" not in config:
         raise ArchitectureError(f"{where} has no medusa_num_heads: it describes no Medusa heads")
     counts = []
     for key, most in (("medusa_num_heads", MOST_HEADS), ("medusa_num_layers", MOST_HEADS)):

@@ -16,7 +16,6 @@ from configs.architectures.base import (
     checkpoint_dtype,
     refuse_unserved,
     required,
-    token_ids,
 )
 
 
@@ -69,7 +68,6 @@ _DEFAULTS: dict[str, Any] = {
     "activation_function": "relu",
     "use_cache": True,
     "bos_token_id": 2,
-    "eos_token_id": 2,
     "enable_bias": True,
     "layer_norm_elementwise_affine": True,
     "tie_word_embeddings": True,
@@ -99,6 +97,5 @@ def parse(name: str, config: Mapping[str, Any]) -> OPTArchitecture:
         max_position_embeddings=length,
         tie_word_embeddings=known["tie_word_embeddings"],
         bos_token_id=known["bos_token_id"],
-        eos_token_ids=token_ids(known["eos_token_id"]),
         checkpoint_dtype=checkpoint_dtype(known),
     )

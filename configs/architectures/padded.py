@@ -7,19 +7,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from configs.architectures.base import (
+    LAYER_COUNTS,
     ArchitectureError,
     ModelArchitecture,
     checkpoint_dtype,
     refuse_quantised,
     required,
-    token_ids,
 )
 
 DEFAULT_LENGTH = 2048
 """Tokens of the longest sequence where a model names no limit of its own: LoRAX's default."""
 
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx")
-_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 AUTO_SUFFIX = "ForCausalLM"
 """Behind a model_type: the name of what AutoModelForCausalLM makes of it, where none is given."""
 _CAUSAL = (AUTO_SUFFIX, "LMHeadModel")
@@ -53,9 +52,9 @@ def parse(name: str, config: Mapping[str, Any]) -> PaddedArchitecture:
         raise ArchitectureError("is_encoder_decoder: only decoders are served")
     # Falcon keeps max_position_embeddings in its config when ALiBi makes it meaningless.
     length = None if config.get("alibi") else _first(config, _LENGTHS)
-    layers = _first(config, _LAYERS)
+    layers = _first(config, LAYER_COUNTS)
     if layers is None:
-        raise ArchitectureError(f"config.json gives none of {', '.join(_LAYERS)}")
+        raise ArchitectureError(f"config.json gives none of {', '.join(LAYER_COUNTS)}")
     return PaddedArchitecture(
         architecture=name,
         vocab_size=required(config, "vocab_size"),
@@ -63,7 +62,6 @@ def parse(name: str, config: Mapping[str, Any]) -> PaddedArchitecture:
         max_position_embeddings=length or DEFAULT_LENGTH,
         limited=length is not None,
         bos_token_id=config.get("bos_token_id"),
-        eos_token_ids=token_ids(config.get("eos_token_id")),
         checkpoint_dtype=checkpoint_dtype(config),
     )
 

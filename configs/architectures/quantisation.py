@@ -178,8 +178,11 @@ def _group_size(given: Mapping[str, Any]) -> int | None:
 def _gptq(given: Mapping[str, Any]) -> Quantisation:
     formats = ("gptq", "gptq_v2", None)
     wanted = {"bits": (4,), "checkpoint_format": formats, "format": formats}
-    _only(given, "gptq", {**wanted, "dynamic": (None, {}), "is_marlin_format": (False, None)})
-    _only(given, "gptq", {"lm_head": (False, None)})
+    _only(given, "gptq", {**wanted, "is_marlin_format": (False, None), "lm_head": (False, None)})
+    # Patterns after "-:" leave modules as they were, which their tensors show.
+    others = [key for key in given.get("dynamic") or {} if not key.startswith("-:")]
+    if others:
+        raise _refused("gptq", f"dynamic {others[0]!r}, other settings for some modules,")
     return Quantisation(
         method="gptq",
         format=WeightFormat.GPTQ,

@@ -107,8 +107,9 @@ _KEYS = frozenset(
     {"rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "attention_factor"}
     | {"low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
     | {"beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}
-    | {"short_factor", "long_factor"}
+    | {"short_factor", "long_factor", "finetuned"}
 )
+"""Those that are read, and `finetuned`, which says how a model was trained with YaRN."""
 
 
 def read_rope(config: Mapping[str, Any], aliases: Mapping[str, str] | None = None) -> Rope:
@@ -127,7 +128,10 @@ def read_rope(config: Mapping[str, Any], aliases: Mapping[str, str] | None = Non
         )
     unknown = sorted(key for key in given if key not in _KEYS)
     if unknown:
-        raise ArchitectureError(f"rope settings {', '.join(unknown)} are not supported")
+        raise ArchitectureError(
+            f"rope settings {', '.join(unknown)} are not supported: transformers does not read "
+            "them; remove them from config.json if the model shall be computed as it does"
+        )
     fraction = given.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     fields = {
         "type": kind,

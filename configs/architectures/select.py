@@ -1,6 +1,5 @@
 """Which file reads which architecture's config.json."""
 
-import json
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -17,11 +16,13 @@ from configs.architectures import (
 from configs.architectures.base import (
     ArchitectureError,
     ModelArchitecture,
+    refuse_many_layers,
     refuse_quantised,
-    token_ids,
 )
+from configs.architectures.files import read_object
 from configs.architectures.quantisation import parse_quantisation
 from configs.architectures.rope import RotaryArchitecture
+from configs.base import faults
 from configs.quantisation import WeightFormat
 from configs.wire.sampling import Pooling
 from configs.wire.tasks import ModelTask, TaskKind
@@ -85,8 +86,16 @@ def parse_architecture(config: Mapping[str, Any]) -> ModelArchitecture:
 
     A causal language model of no family here is a GenericArchitecture, or a PaddedArchitecture.
     """
-    quantisation = parse_quantisation(config)
-    found = _parse({key: config[key] for key in config if key != "quantization_config"})
+    refuse_many_layers(config)
+    try:
+        quantisation = parse_quantisation(config)
+        found = _parse({key: config[key] for key in config if key != "quantization_config"})
+    except ArchitectureError:
+        raise
+    except ValueError as error:
+        raise ArchitectureError(f"config.json: {'; '.join(faults(error))}") from error
+    except (TypeError, AttributeError, KeyError, ArithmeticError) as error:
+        raise ArchitectureError(f"config.json holds another kind of value: {error!r}") from error
     if isinstance(found, padded.PaddedArchitecture):
         refuse_quantised(config)
     if quantisation is None:
@@ -98,12 +107,13 @@ def parse_architecture(config: Mapping[str, Any]) -> ModelArchitecture:
 
 def _parse(config: Mapping[str, Any]) -> ModelArchitecture:
     """Normalise what config.json says, but for quantised weights."""
-    names = _names(config)
+    names, kind = _names(config), config.get("model_type")
     for name in names:
-        if name in FAMILIES:
-            if config.get("model_type") not in (None, MODEL_TYPES[name]):
+        # Some types are built as a family's class by transformers alone (EXAONE 3 as Llama).
+        if name in FAMILIES and kind not in generic.BUILT_AS.get(name, ()):
+            if kind not in (None, MODEL_TYPES[name]):
                 raise ArchitectureError(
-                    f"architectures names {name}, but model_type is {config['model_type']!r} and "
+                    f"architectures names {name}, but model_type is {kind!r} and "
                     f"not {MODEL_TYPES[name]!r}: correct the one that is wrong"
                 )
             parsed: ModelArchitecture = import_module(FAMILIES[name]).parse(name, config)
@@ -145,7 +155,7 @@ def end_token_ids(folder: Path) -> tuple[int, ...]:
     for name in ("generation_config.json", "config.json"):
         found = _of_decoder(folder / name, "eos_token_id")
         if found is not None:
-            return token_ids(found)
+            return (found,) if isinstance(found, int) else tuple(found)
     return ()
 
 
@@ -178,7 +188,7 @@ def vocab_size(folder: Path) -> int:
 
 def _of_decoder(path: Path, key: str) -> Any:
     """Return what a file says of the model, or of its decoder; None for nothing."""
-    fields = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    fields = read_object(path) if path.is_file() else {}
     own = fields.get(key)
     return (fields.get("text_config") or {}).get(key) if own is None else own
 
@@ -194,20 +204,13 @@ def _read(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
         raise ArchitectureError(f"{folder} holds no config.json: is this a model's folder?")
-    text = path.read_text(encoding="utf-8")
-    config: dict[str, Any] = json.loads(text, object_hook=_without_marks)
-    return config
-
-
-def _without_marks(fields: dict[str, Any]) -> Any:
-    """Return the number that transformers 5 writes as {"__float__": "Infinity"}; else `fields`."""
-    return float(fields["__float__"]) if fields.keys() == {"__float__"} else fields
+    return read_object(path)
 
 
 def _keeps_keys(folder: Path, config: Mapping[str, Any]) -> bool:
     """Whether the model's own `generate` keeps keys from token to token, or reads all anew."""
     path = folder / "generation_config.json"
-    settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else config
+    settings = read_object(path) if path.is_file() else config
     return settings.get("use_cache") is not False
 
 
@@ -215,14 +218,20 @@ def _names(config: Mapping[str, Any]) -> list[str]:
     """The architectures that config.json names, or the one that its model_type stands for.
 
     transformers' AutoModelForCausalLM goes by model_type alone, so files without the former load
-    there. What a type that has no paged implementation is built as, it says when it is built.
+    there, and so do those with a name of a tool's own (PeftModelForCausalLM), unless code beside
+    them makes that class. What a type of no family here is built as, it says when it is built.
     """
     names = config.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ArchitectureError(f"architectures ({names!r:.80}) must be a list of classes' names")
     kind = config.get("model_type")
-    if names or not isinstance(kind, str):
-        return list(names)
-    known = (name for name, own in MODEL_TYPES.items() if own == kind)
-    return [next(known, f"{kind}{padded.AUTO_SUFFIX}")]
+    known = [name for name, own in MODEL_TYPES.items() if own == kind]
+    if not isinstance(kind, str) or (names and (not known or "auto_map" in config)):
+        return names
+    if not names:
+        return known or [f"{kind}{padded.AUTO_SUFFIX}"]
+    is_own = names[0] not in FAMILIES and padded.is_causal(names[0])
+    return known if is_own else names
 
 
 def _unsupported(names: Sequence[str]) -> ArchitectureError:

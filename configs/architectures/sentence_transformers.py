@@ -1,11 +1,11 @@
 """What a folder of sentence-transformers says of its model: pooling, length, activation."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from configs.architectures.base import ArchitectureError
+from configs.architectures.files import read_json
 from configs.wire.sampling import Pooling
 from configs.wire.tasks import ScoreActivation
 
@@ -115,4 +115,4 @@ def _settings(folder: Path) -> Any:
 
 
 def _read(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    return read_json(path) if path.is_file() else None

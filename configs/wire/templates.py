@@ -1,13 +1,12 @@
 """Read the chat templates of a model or an adapter, as text."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from configs.reading import read_text
+from configs.reading import read_object, read_text
 
 DEFAULT, TOOL_USE = "default", "tool_use"
 OTHERS_FOLDER = "additional_chat_templates"
@@ -46,12 +45,7 @@ def read_template(folder: Path) -> TemplateSource:
     As transformers reads them. ValueError when a file is malformed or too large.
     """
     path = folder / "tokenizer_config.json"
-    try:
-        config: Any = json.loads(read_text(path, _MAX_BYTES)) if path.is_file() else {}
-    except RecursionError as error:
-        raise ValueError(f"{path.name} is nested too deep") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{path.name} must hold an object")
+    config = read_object(path, _MAX_BYTES) if path.is_file() else {}
     found = _of_files(folder) or _of_config(config.get("chat_template"), path.name)
     if sum(map(len, found.values())) > _MAX_CHARACTERS:
         raise ValueError(f"the chat templates have more than {_MAX_CHARACTERS} characters")
@@ -93,13 +87,7 @@ def _special_tokens_map(folder: Path, config: Mapping[str, Any]) -> dict[str, An
     path = folder / "special_tokens_map.json"
     if "added_tokens_decoder" in config or not path.is_file():
         return {}
-    try:
-        found: Any = json.loads(read_text(path, _MAX_BYTES))
-    except RecursionError as error:
-        raise ValueError(f"{path.name} is nested too deep") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path.name} must hold an object")
-    return found
+    return read_object(path, _MAX_BYTES)
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:

@@ -67,6 +67,18 @@ def end_without(ray: Any) -> None:
     raise typer.Exit(1)
 
 
+def give_up_after(seconds: float) -> None:
+    """Exit with code 1 once so many seconds are over: Serve or Ray does not end."""
+
+    def give_up() -> None:
+        typer.echo(f"loray: Ray Serve has not ended in {seconds:g} s: its processes are killed")
+        os._exit(1)  # What Ray started here ends with this process.
+
+    timer = threading.Timer(seconds, give_up)
+    timer.daemon = True
+    timer.start()
+
+
 def _status(process: int) -> tuple[str, str, int]:
     """Name, state and parent of a process; empty if it has ended."""
     with suppress(OSError):

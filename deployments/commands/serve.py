@@ -23,11 +23,13 @@ from rich.console import Console
 
 from configs.adapters import PushConfig
 from configs.env import export_throughput_mode, front_ports, proxy_mode
-from deployments.commands.check_config import config_faults, read_config
+from configs.serve import ServeConfig
+from deployments.commands.check_config import config_faults, engines, read_config
 from deployments.commands.cluster import (
     ClusterLost,
     Leaving,
     end_without,
+    give_up_after,
     ray_servers,
     require_alive,
 )
@@ -40,6 +42,7 @@ _POLL_SECONDS = 0.5
 _READY_SECONDS = 900.0
 _FRONT_SECONDS = 300.0
 _REPLY_SECONDS = 10.0
+_ENDING_SECONDS = 120.0
 _TICK_SECONDS = 0.1
 _BEGAN = time.monotonic()
 _LOGS = "See /tmp/ray/session_latest/logs; start the command again"
@@ -83,6 +86,7 @@ def serve_file(path: Path, title: str, dashboard: bool, drain_seconds: float) ->
     page = f"http://{context.dashboard_url}" if context.dashboard_url else "off"
     try:
         _log(f"deploying {title}")
+        _start_ranks_ahead(config)
         _deploy(path, address)
         names = []
         lines = StartLines(Path(context.address_info["session_dir"]) / "logs")
@@ -91,6 +95,7 @@ def serve_file(path: Path, title: str, dashboard: bool, drain_seconds: float) ->
             while not leaving.requested.wait(_POLL_SECONDS):
                 require_alive(servers)
             names = [app.get("name", "default") for app in config["applications"]]
+        give_up_after(_ENDING_SECONDS + (0.0 if leaving.hurried.is_set() else drain_seconds))
         asyncio.run(_leave(serve, names, drain_seconds, leaving.hurried))
         ray.shutdown()
         _free_pushes(config)
@@ -109,6 +114,20 @@ def _free_pushes(config: Mapping[str, Any]) -> None:
             adapters = base.get("engine", {}).get("adapters") or {}
             push = PushConfig.model_validate(adapters.get("push") or {})
             PushedFiles(push, push.max_bytes).clear()
+
+
+def _start_ranks_ahead(config: Mapping[str, Any]) -> None:
+    """Have processes of ranks import what they need while Serve starts, where they have GPUs."""
+    from deployments.rank.waiting import start_ahead
+
+    apps = config["applications"]
+    deployments = [one for app in apps for one in app.get("deployments") or ()]
+    parts = [*apps, *(one.get("ray_actor_options") or {} for one in deployments)]
+    if any(part.get("runtime_env") for part in parts):
+        return  # A replica takes processes of its own environment alone.
+    for arguments in engines(config):
+        base = ServeConfig.model_validate(arguments)
+        start_ahead(base.engine, base.observability.log_format)
 
 
 def _deploy(config: Path, address: str) -> None:

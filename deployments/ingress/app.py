@@ -121,6 +121,7 @@ def _guard(app: FastAPI, settings: IngressSettings) -> None:
     app.add_middleware(
         BodyLimit,
         max_bytes=config.max_body_bytes,
+        max_open_bytes=config.max_open_body_bytes,
         max_depth=config.max_json_depth,
         max_objects=config.max_json_objects,
         seconds=config.body_timeout_s,

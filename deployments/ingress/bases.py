@@ -119,6 +119,7 @@ class BaseDispatch:
         self._reading = BodyLimit(
             self._by_body,
             max(each.max_body_bytes for each in limits),
+            max(each.max_open_body_bytes for each in limits),
             max(each.max_json_depth for each in limits),
             max(each.max_json_objects for each in limits),
             max(each.body_timeout_s for each in limits),

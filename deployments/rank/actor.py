@@ -3,7 +3,7 @@
 The driver imports this class but must not import torch: methods import it when they run.
 """
 
-import os
+from typing import TYPE_CHECKING
 
 import ray
 
@@ -12,9 +12,16 @@ from configs.env import cuda_ordinal
 from configs.interpreter import shorten_switch_interval
 from configs.observability import LogFormat
 from deployments.observability.logs import configure_logs
+from deployments.rank.guard import Guard
 from deployments.rank.messages import LoadReport, MeasuredMemory, StoreAddress
-from deployments.rank.standby import RankProcess
+from deployments.rank.processes import Process, kill, this_process
+from deployments.rank.standby import Detached, Known, RankProcess
 from deployments.rank.transport import Address, dial
+
+if TYPE_CHECKING:
+    from deployments.rank.host import RankHost
+
+_ENDING_S = 10.0
 
 
 class RankActor:
@@ -22,26 +29,26 @@ class RankActor:
 
     def __init__(
         self,
-        config: EngineConfig,
-        folder: str,
         rank: int,
         log_format: LogFormat = LogFormat.TEXT,
-        gpu: str | None = None,
+        gpus: tuple[str, ...] | None = None,
+        detached: Detached | None = None,
     ) -> None:
-        """Configure the process; `measure` loads the weights.
+        """Configure the process; `join` makes it a rank.
 
-        gpu: Ray's id of the GPU, of a process for which Ray has reserved none.
+        gpus: Ray's ids, of a process for which Ray has reserved none. detached: of a process that
+        may outlive its driver.
         """
-        from deployments.rank.host import RankHost
-
         configure_logs(f"rank-{rank}", log_format)
         shorten_switch_interval()
-        gpus = ray.get_gpu_ids() if gpu is None else [gpu]
-        # A rank with several GPUs sees no others (see RayRanks), so it may use all that it sees.
-        ordinal = cuda_ordinal(str(gpus[0])) if len(gpus) == 1 else None
-        self._host = RankHost(config, folder, rank, ordinal)
         self._rank = rank
-        self._gpus = tuple(str(each) for each in gpus)
+        self._gpus = tuple(map(str, ray.get_gpu_ids())) if gpus is None else gpus
+        self._detached = detached
+        self._guard: Guard | None = None
+        if detached is not None:
+            self._guard = Guard(detached.driver, detached.wait_s, detached.keeper)
+            self._guard.watch()
+        self._joined: RankHost | None = None
 
     def __repr__(self) -> str:
         """The name that Ray puts before this actor's log lines."""
@@ -49,15 +56,48 @@ class RankActor:
 
     def process(self) -> RankProcess:
         """Return where this rank runs."""
-        return RankProcess(ray.get_runtime_context().get_node_id(), os.getpid(), self._gpus)
+        node = ray.get_runtime_context().get_node_id()
+        return RankProcess(node, this_process(), self._gpus)
 
-    def prepare(self) -> None:
-        """Load what a start needs, so that this process can take over soon."""
-        self._host.prepare()
+    def prepare(self, config: EngineConfig) -> None:
+        """Load what a start needs, so that this process can take over soon.
+
+        Makes no CUDA context while it is not known on which GPU.
+        """
+        self._host(config, "").prepare(context=bool(self._gpus))
+
+    def waits(self) -> bool:
+        """Whether this process has no driver that lives."""
+        return self._guard is not None and self._guard.waits
+
+    def acquire(self, driver: Process, gpus: tuple[str, ...]) -> bool:
+        """Give this process to a driver of this machine; False if it has one or another GPU.
+
+        The rank beside which it stood is killed: its driver has ended.
+        """
+        assert self._guard is not None
+        assert self._detached is not None
+        if self._gpus not in ((), gpus) or not self._guard.acquire(driver):
+            return False
+        self._gpus = gpus
+        if self._detached.beside is not None:
+            kill(self._detached.beside, _ENDING_S)
+        return True
+
+    def known(self) -> Known | None:
+        """Return what the rank beside which it stood has measured."""
+        return None if self._detached is None else self._detached.known
+
+    def join(self, config: EngineConfig, folder: str) -> RankProcess:
+        """Become a rank of a group; folder: the base model's files here."""
+        if self._guard is not None:
+            self._guard.work()
+        self._joined = self._host(config, folder)
+        return self.process()
 
     def free_device_bytes(self) -> int | None:
         """Return the free memory of this rank's GPU; None on a CPU."""
-        return self._host.free_device_bytes()
+        return self._present.free_device_bytes()
 
     def open_store(self, size: int, timeout_s: float) -> StoreAddress:
         """Open the group's rendezvous on a free port of this node (rank 0 only)."""
@@ -69,15 +109,27 @@ class RankActor:
     def measure(
         self, store: StoreAddress, timeout_s: float, before: MeasuredMemory | None
     ) -> MeasuredMemory:
-        """Join the group, load the weights, as `RankHost.measure` does."""
+        """Join the group's sums and load the weights, as `RankHost.measure` does."""
         from deployments.rank.host import join_store
 
-        return self._host.measure(join_store(store, timeout_s), timeout_s, before)
+        return self._present.measure(join_store(store, timeout_s), timeout_s, before)
 
     def allocate(self, num_blocks: int, record: bool) -> LoadReport:
         """Allocate the cache and warm up; record: CUDA graphs, too."""
-        return self._host.allocate(num_blocks, record)
+        return self._present.allocate(num_blocks, record)
 
     def run(self, address: Address, same_node: bool) -> None:
         """Run plans until the driver closes the connection; the call fails if the process ends."""
-        self._host.run(dial(address, self._rank, same_node))
+        self._present.run(dial(address, self._rank, same_node))
+
+    @property
+    def _present(self) -> "RankHost":
+        assert self._joined is not None, "join comes first"
+        return self._joined
+
+    def _host(self, config: EngineConfig, folder: str) -> "RankHost":
+        from deployments.rank.host import RankHost
+
+        # A rank with several GPUs sees no others (see RayRanks), so it may use all that it sees.
+        ordinal = cuda_ordinal(self._gpus[0]) if len(self._gpus) == 1 else None
+        return RankHost(config, folder, self._rank, ordinal)

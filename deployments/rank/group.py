@@ -3,16 +3,17 @@
 Ray starts and kills the ranks and reports the end of one; plans travel by socket.
 """
 
+import hashlib
 import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import ray
 from ray.actor import ActorHandle
-from ray.util.placement_group import PlacementGroup
+from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import (
     NodeAffinitySchedulingStrategy,
     PlacementGroupSchedulingStrategy,
@@ -22,10 +23,19 @@ from configs.engine import EngineConfig
 from configs.env import RANK_ENVIRONMENT
 from configs.observability import LogFormat
 from deployments.rank.actor import RankActor
+from deployments.rank.guard import UNUSED_S
 from deployments.rank.messages import LoadReport, MeasuredMemory
-from deployments.rank.processes import await_end, sigkill
-from deployments.rank.standby import RankProcess, StandbyRanks
+from deployments.rank.processes import await_end, sigkill, this_process
+from deployments.rank.standby import Detached, Known, RankProcess, StandbyRanks
 from deployments.rank.transport import Listener, RankLinks, RanksLost
+from deployments.rank.waiting import (
+    FreeProcess,
+    acquire,
+    keep_spares,
+    num_gpus_here,
+    start_detached,
+    waiting_ranks,
+)
 
 _ENDING_SECONDS = 10.0
 
@@ -56,7 +66,8 @@ class RayRanks:
         self._links: RankLinks | None = None
         self._ending: list[Callable[[float], object]] = []
         self._standby = StandbyRanks(self._spawn_standby)
-        self._has_served = False
+        # Whether these ranks replace others, for which requests may wait.
+        self._replaces = False
         # What the last ranks that served have measured; a start that fails forgets it.
         self._measured: list[MeasuredMemory | None] = [None] * self._num_ranks
 
@@ -65,11 +76,11 @@ class RayRanks:
         timeout_s = self._config.recovery.start_timeout_s
         size = self._num_ranks
         began = time.monotonic()
-        self._actors = self._standby.take() or [self._spawn(rank) for rank in range(size)]
+        config = self._rank_config
         try:
-            self._processes = ray.get(
-                [actor.process.remote() for actor in self._actors], timeout=timeout_s
-            )
+            self._actors = self._standby.take() or self._found_or_spawned()
+            joined = [actor.join.remote(config, self._folder) for actor in self._actors]
+            self._processes = ray.get(joined, timeout=timeout_s)
             store = ray.get(self._actors[0].open_store.remote(size, timeout_s), timeout=timeout_s)
             logger.info("%d ranks started in %.1f s, loading", size, time.monotonic() - began)
             self.await_ends()
@@ -87,11 +98,14 @@ class RayRanks:
         except (ray.exceptions.RayError, RanksLost) as error:
             self.stop()
             raise RanksLost(f"the ranks did not start: {error}") from error
-        self._has_served = True
+        self._replaces = True
         if self._wants_standby:
             self._measured = measured
         if self._has_standby:
-            self._standby.prepare(self._actors, self._processes)
+            known = [Known(self._digest, memory) for memory in measured]
+            self._standby.prepare(self._actors, self._processes, known, config)
+            spares = (config, self._log_format)
+            threading.Thread(target=keep_spares, args=spares, name="spares", daemon=True).start()
         return self._links, reports
 
     def stop(self) -> None:
@@ -102,14 +116,14 @@ class RayRanks:
         for actor in self._actors:
             ray.kill(actor, no_restart=True)
         # A process that is stopped (SIGSTOP) reads no message of Ray's; only the kernel ends it.
-        self._ending += [_kill_process(node, pid) for node, pid, _ in self._processes]
+        self._ending += [_kill_process(each) for each in self._processes]
         self._actors, self._processes = [], []
 
     def release(self) -> None:
         """Kill every rank and the standby processes, which take device memory too."""
         standby = self._standby.end()
         self.stop()
-        self._ending += [_kill_process(node, pid) for node, pid, _ in standby]
+        self._ending += [_kill_process(each) for each in standby]
 
     def await_ends(self) -> None:
         """Wait until killed ranks have freed their memory: new ones measure what is free."""
@@ -128,7 +142,7 @@ class RayRanks:
     def _records_later(self) -> bool:
         """Whether CUDA graphs are recorded while steps run already."""
         # Requests wait for ranks that take over.
-        return self._config.cuda_graphs_later or (self._has_served and self._wants_standby)
+        return self._config.cuda_graphs_later or (self._replaces and self._wants_standby)
 
     @property
     def _wants_standby(self) -> bool:
@@ -141,23 +155,90 @@ class RayRanks:
         several = any(len(process.gpus) > 1 for process in self._processes)
         return self._wants_standby and not several
 
-    def _spawn_standby(self, rank: int, gpu: str | None) -> ActorHandle:
-        """Start a rank's process beside the present one's, in its bundle."""
-        return self._actor(rank, 0, 0, gpu)
+    @property
+    def _rank_config(self) -> EngineConfig:
+        return self._config.model_copy(update={"tensor_parallel": self._num_ranks})
+
+    @property
+    def _digest(self) -> str:
+        """What measurements depend on, beside the machine."""
+        text = self._config.model_dump_json() + self._folder
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def _found_or_spawned(self) -> list[ActorHandle]:
+        """Return a process for each rank: all wait for a driver, or all are new."""
+        ranks = range(self._num_ranks)
+        found = self._find() if self._wants_standby else {}
+        if len(found) < self._num_ranks:
+            for process, _ in found.values():
+                self._ending.append(_kill_process(ray.get(process.process.remote())))
+            return [self._spawn(rank) for rank in ranks]
+        known = [found[rank].known for rank in ranks]
+        if all(each is not None and each.config == self._digest for each in known):
+            self._measured = [each and each.memory for each in known]
+            self._replaces = True
+        return [found[rank].actor for rank in ranks]
+
+    def _find(self) -> dict[int, FreeProcess]:
+        """Acquire processes of this node that wait for a driver, by rank."""
+        num_gpus = self._rank_bundle(0).get("GPU", 0)
+        if self._bundles is None or num_gpus > 1:
+            return {}
+        nodes = placement_group_table(self._bundles)["bundles_to_node_id"]
+        here = ray.get_runtime_context().get_node_id()
+        there = waiting_ranks(self._num_ranks, self._log_format)
+        there = {rank: each for rank, each in there.items() if nodes[1 + rank] == here}
+        # Before any is acquired, as this may fail.
+        gpus = self._gpus(there) if num_gpus else dict.fromkeys(there, ())
+        acquired = {rank: acquire(each, gpus[rank]) for rank, each in there.items()}
+        found = {rank: process for rank, process in acquired.items() if process is not None}
+        if there:
+            logger.info("processes that waited for a driver: of ranks %s", sorted(found))
+        return found
+
+    def _gpus(self, there: Mapping[int, Sequence[ActorHandle]]) -> dict[int, tuple[str, ...]]:
+        """Return Ray's ids of the GPUs of these ranks, which are on this node."""
+        held = {rank: ray.get(each[0].process.remote()).gpus for rank, each in there.items()}
+        whole = num_gpus_here() == self._num_ranks == len({*held.values()} - {()})
+        # A group that has all GPUs of the node may take them in any order: it need not ask Ray,
+        # which starts a process for each answer.
+        return held if whole else dict(zip(there, self._ask_bundles([*there]), strict=True))
+
+    def _ask_bundles(self, ranks: Sequence[int]) -> list[tuple[str, ...]]:
+        bundle = self._rank_bundle(0)
+        task = ray.remote(_gpu_ids)
+        running = [
+            task.options(
+                num_cpus=bundle.get("CPU", 0),
+                num_gpus=bundle.get("GPU", 0),
+                name="gpu-ids",
+                scheduling_strategy=self._in_bundle(rank),
+            ).remote()
+            for rank in ranks
+        ]
+        timeout_s = self._config.recovery.start_timeout_s
+        ids: list[tuple[str, ...]] = ray.get(running, timeout=timeout_s)
+        return ids
+
+    def _spawn_standby(self, rank: int, beside: RankProcess, known: Known) -> ActorHandle:
+        """Start a rank's process beside the present one's, for which Ray reserves nothing more.
+
+        Elsewhere than here it ends with its bundle.
+        """
+        driver = this_process()
+        if beside.node != ray.get_runtime_context().get_node_id() or not driver.started:
+            return self._actor(rank, 0, 0, beside.gpus)
+        detached = Detached(driver, UNUSED_S, None, beside.process, known)
+        return start_detached(rank, self._log_format, beside.gpus, detached, bool(beside.gpus))
 
     def _spawn(self, rank: int) -> ActorHandle:
         bundle = self._rank_bundle(rank)
         return self._actor(rank, bundle.get("CPU", 0), bundle.get("GPU", 0))
 
     def _actor(
-        self, rank: int, num_cpus: float, num_gpus: float, gpu: str | None = None
+        self, rank: int, num_cpus: float, num_gpus: float, gpus: tuple[str, ...] | None = None
     ) -> ActorHandle:
-        """Start a rank's process; gpu: as in `RankActor`."""
-        strategy = (
-            PlacementGroupSchedulingStrategy(self._bundles, placement_group_bundle_index=1 + rank)
-            if self._bundles is not None
-            else "DEFAULT"
-        )
+        """Start a rank's process; gpus: as in `RankActor`."""
         actor = ray.remote(RankActor).options(
             name=f"rank-{rank}",
             namespace=f"{self._namespace}-{secrets.token_hex(2)}",
@@ -165,11 +246,17 @@ class RayRanks:
             num_gpus=num_gpus,
             max_concurrency=2,
             # One GPU: the rank sees all and picks its own. Several: Ray hides all others.
-            runtime_env={"env_vars": RANK_ENVIRONMENT} if num_gpus == 1 or gpu else None,
-            scheduling_strategy=strategy,
+            runtime_env={"env_vars": RANK_ENVIRONMENT} if num_gpus == 1 or gpus else None,
+            scheduling_strategy=self._in_bundle(rank),
         )
-        config = self._config.model_copy(update={"tensor_parallel": self._num_ranks})
-        return actor.remote(config, self._folder, rank, self._log_format, gpu)
+        return actor.remote(rank, self._log_format, gpus)
+
+    def _in_bundle(self, rank: int) -> "PlacementGroupSchedulingStrategy | str":
+        if self._bundles is None:
+            return "DEFAULT"
+        return PlacementGroupSchedulingStrategy(
+            self._bundles, placement_group_bundle_index=1 + rank
+        )
 
     def _rank_bundle(self, rank: int) -> dict[str, float]:
         if self._bundles is None:
@@ -192,15 +279,20 @@ class RayRanks:
         return links
 
 
-def _kill_process(node: str, pid: int) -> Callable[[float], object]:
+def _gpu_ids() -> tuple[str, ...]:
+    return tuple(map(str, ray.get_gpu_ids()))
+
+
+def _kill_process(process: RankProcess) -> Callable[[float], object]:
     """SIGKILL a rank's process on any node; returns a function that waits for its end.
 
     The function takes the limit in seconds.
     """
-    if node == ray.get_runtime_context().get_node_id():
+    pid = process.process.pid
+    if process.node == ray.get_runtime_context().get_node_id():
         sigkill(pid)
         return partial(await_end, pid)
-    affinity = NodeAffinitySchedulingStrategy(node, soft=False)
+    affinity = NodeAffinitySchedulingStrategy(process.node, soft=False)
     killer = ray.remote(_end_process).options(
         num_cpus=0, scheduling_strategy=affinity, max_retries=0, name="kill-rank"
     )

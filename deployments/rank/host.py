@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch
 from torch.distributed import Store, TCPStore
 
-from configs.engine import EngineConfig
+from configs.engine import Device, EngineConfig
 from configs.env import read_kernels
 from configs.wire.plan import Capacity
 from deployments.rank.messages import LoadReport, MeasuredMemory, StoreAddress
@@ -21,7 +21,7 @@ from modeling.runner.preload import preload
 from modeling.runner.report import RunnerReport
 from modeling.runner.select import load_runner
 from modeling.runner.shared import BaseRunner, LoadedRunner
-from sharding.connect import connect
+from sharding.connect import connect, measured_sums
 from sharding.group import TensorParallel
 from sharding.progress import timed
 
@@ -65,10 +65,15 @@ class RankHost:
         self._loaded: LoadedRunner | None = None
         self._runner: BaseRunner | None = None
 
-    def prepare(self) -> None:
-        """Import what a start needs and make the CUDA context; takes no memory beyond that."""
-        device = self._enter_thread()
-        preload(self._config.attention, device)
+    def prepare(self, context: bool = True) -> None:
+        """Import what a start needs and make the CUDA context; takes no memory beyond that.
+
+        context: False where the process has no GPU yet.
+        """
+        # To ask for the present device would choose one.
+        has_gpu = torch.cuda.is_available() and self._config.device is not Device.CPU
+        device = self._enter_thread() if context or not has_gpu else torch.device("cuda")
+        preload(self._config.attention, device, context)
 
     def free_device_bytes(self) -> int | None:
         """Return the free memory of this rank's GPU; None on a CPU."""
@@ -87,7 +92,8 @@ class RankHost:
         warn_of_other_kernels(device)
         size, all_reduce = self._config.tensor_parallel, self._config.all_reduce
         with timed("connecting the ranks"):
-            self._group = connect(store, self._rank, size, device, timeout_s, all_reduce)
+            known = None if before is None else before.sums
+            self._group = connect(store, self._rank, size, device, timeout_s, all_reduce, known)
         # With an ordinal, this process sees GPUs of other ranks, too, and must not use them.
         spread = self._cuda_ordinal is None
         self._loaded = load_runner(self._config, self._group, device, spread)
@@ -96,7 +102,8 @@ class RankHost:
             return before
         tokens = self._config.limits.max_batch_total_tokens
         allowed = sys.maxsize if tokens is None else self._loaded.blocks_of(tokens)
-        return MeasuredMemory(min(self._loaded.measure(), allowed), free)
+        num_blocks = min(self._loaded.measure(), allowed)
+        return MeasuredMemory(num_blocks, free, measured_sums(self._group))
 
     def _agreed(self, holds: bool, device: torch.device) -> bool:
         """Whether it holds on all ranks: they measure together, or none does."""

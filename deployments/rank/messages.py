@@ -4,6 +4,7 @@ import msgspec
 
 from configs.wire.adapters import AdapterKey, AdapterRefusal, AdapterShape, FetchedAdapter
 from configs.wire.plan import Capacity, StepPlan, StepResult
+from configs.wire.sums import MeasuredSums
 
 
 class RankHello(msgspec.Struct, frozen=True, tag="hello"):
@@ -135,10 +136,12 @@ class MeasuredMemory(msgspec.Struct, frozen=True):
     """What fits on a rank beside its weights.
 
     num_blocks: of cache. free_bytes: of its GPU before any were allocated; None on a CPU.
+    sums: how its group sums; None where there was nothing to measure.
     """
 
     num_blocks: int
     free_bytes: int | None
+    sums: MeasuredSums | None = None
 
 
 class LoadReport(msgspec.Struct, frozen=True):

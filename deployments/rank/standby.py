@@ -3,6 +3,8 @@
 A process's start, its imports and its CUDA context take seconds, more than weights do. A standby
 process has done that, and holds no weights and no part of the cache. It takes over where its rank
 was: on the same node, the same GPU.
+
+On the driver's node it outlives the driver for a minute, and the next one finds it (`waiting.py`).
 """
 
 import logging
@@ -14,6 +16,9 @@ from typing import Any, NamedTuple
 import ray
 from ray.actor import ActorHandle
 
+from deployments.rank.messages import MeasuredMemory
+from deployments.rank.processes import Process
+
 logger = logging.getLogger("loray.rank.standby")
 
 # What a GPU must have free beside its rank: a standby process takes 0.7 to 1.3 GB of an H200's
@@ -23,25 +28,55 @@ _ANSWER_TIMEOUT_S = 30.0
 
 
 class RankProcess(NamedTuple):
-    """Where a rank runs: Ray's node id, the process id, Ray's ids of its GPUs."""
+    """Where a rank runs: Ray's node id, the process, Ray's ids of its GPUs."""
 
     node: str
-    pid: int
+    process: Process
     gpus: tuple[str, ...]
+
+
+class Known(NamedTuple):
+    """What a rank has measured; config: the digest of the config that it holds for."""
+
+    config: str
+    memory: MeasuredMemory
+
+
+class Detached(NamedTuple):
+    """A process that may outlive its driver.
+
+    driver, wait_s, keeper: as in `Guard`. beside: the rank that it may replace, and `known` that
+    one's measurements.
+    """
+
+    driver: Process | None
+    wait_s: float
+    keeper: Process | None = None
+    beside: Process | None = None
+    known: Known | None = None
 
 
 class StandbyRanks:
     """The standby processes of one group; `take` gives them away."""
 
-    def __init__(self, spawn: Callable[[int, str | None], ActorHandle]) -> None:
-        """spawn: makes the actor of a rank with a GPU, which Ray does not reserve once more."""
+    def __init__(self, spawn: Callable[[int, RankProcess, Known], ActorHandle]) -> None:
+        """spawn: starts a process beside that of a rank, with the rank's measurements."""
         self._spawn = spawn
         self._actors: list[ActorHandle] = []
         self._begun: list[Any] = []  # references to their `RankProcess`es
         self._prepared: list[Any] = []  # references to the ends of their preparations
 
-    def prepare(self, ranks: Sequence[ActorHandle], processes: Sequence[RankProcess]) -> None:
-        """Start a process for each rank, if every GPU has room for one; returns soon."""
+    def prepare(
+        self,
+        ranks: Sequence[ActorHandle],
+        processes: Sequence[RankProcess],
+        known: Sequence[Known],
+        config: object,
+    ) -> None:
+        """Start a process for each rank, if every GPU has room for one; returns soon.
+
+        config: the engine's.
+        """
         try:
             before = ray.get(
                 [rank.free_device_bytes.remote() for rank in ranks], timeout=_ANSWER_TIMEOUT_S
@@ -57,10 +92,10 @@ class StandbyRanks:
                 LEAST_FREE_BYTES / 1e9,
             )
             return
-        gpus = [process.gpus[0] if process.gpus else None for process in processes]
-        self._actors = [self._spawn(rank, gpu) for rank, gpu in enumerate(gpus)]
+        beside = zip(processes, known, strict=True)
+        self._actors = [self._spawn(rank, *each) for rank, each in enumerate(beside)]
         self._begun = [actor.process.remote() for actor in self._actors]
-        self._prepared = [actor.prepare.remote() for actor in self._actors]
+        self._prepared = [actor.prepare.remote(config) for actor in self._actors]
         state = (ranks, before, self._prepared)
         threading.Thread(target=_report, args=state, name="standby", daemon=True).start()
 

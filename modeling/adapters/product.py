@@ -38,13 +38,16 @@ class TokenGroup:
 
 
 class AdapterData(Protocol):
-    """The adapters of one step, as layers use them (`adapter_data` in the models)."""
+    """The adapters of one step, as layers use them (`adapter_data` in the models).
+
+    Subclasses that define `add` alone leave base products to torch.
+    """
 
     def has_product(
         self, x: Tensor, weight: LinearWeight, targets: tuple[OutputSlice, ...]
     ) -> bool:
         """Return whether `product` computes these targets' base product faster."""
-        ...
+        return False
 
     def product(
         self,
@@ -58,7 +61,7 @@ class AdapterData(Protocol):
 
         Call it only if `has_product` returned true, and call `add` of the same targets next.
         """
-        ...
+        raise AssertionError("has_product returned False")
 
     def add(self, y: Tensor, x: Tensor, layer: int, targets: tuple[OutputSlice, ...]) -> None:
         """Add the deltas of `targets` at `layer` to y [tokens, out]; x: [tokens, in]."""

@@ -18,6 +18,10 @@ ALL_LINEAR = "all-linear"
 CONDENSED = 20
 """From so many names on PEFT shortens the list of target_modules, if it can."""
 
+_MOST_LISTS = 16
+_LONGEST = 256
+"""Limits of layers_pattern."""
+
 _PLAIN = re.compile(r"[A-Za-z0-9_.-]+")
 _ANY_LIST = re.compile(r".*?\.[^.]*\.(?P<idx>\d+)\.")
 
@@ -124,10 +128,17 @@ def _layers(value: object) -> frozenset[int]:
 
 def _lists(value: object) -> tuple[re.Pattern[str], ...]:
     names = [value] if isinstance(value, str) else value or []
-    if not isinstance(names, Sequence) or not all(
-        isinstance(each, str) and _PLAIN.fullmatch(each) for each in names
+    # Each is compiled, and compared with every module's path.
+    if (
+        not isinstance(names, Sequence)
+        or len(names) > _MOST_LISTS
+        or not all(isinstance(each, str) and _PLAIN.fullmatch(each[:_LONGEST]) for each in names)
+        or any(len(each) > _LONGEST for each in names)
     ):
-        raise ValueError("layers_pattern must be a name of the list of layers, or a list of those")
+        raise ValueError(
+            "layers_pattern must be a name of the list of layers, or a list of those, at most "
+            f"{_MOST_LISTS} of {_LONGEST} characters each"
+        )
     return tuple(re.compile(rf"(?:^|.*?\.){name}\.(?P<idx>\d+)\.") for name in names)
 
 

@@ -211,11 +211,6 @@ class VocabularyAdapters:
             rows.logits(z, x)
 
 
-def adapts_vocabulary(bank: AdapterBank, slots: Sequence[int]) -> bool:
-    """Whether some adapter of a step (-1: base) changes the embedding or the head."""
-    return bank.changes(slots, VOCABULARY_KINDS)
-
-
 def adapts_more(bank: AdapterBank, slots: Sequence[int]) -> bool:
     """Whether some adapter of a step (-1: base) changes more than the layers' linear maps."""
     kinds = (*VOCABULARY_KINDS, *ROUTED_KINDS, ProjectionKind.WHOLE_LINEAR)

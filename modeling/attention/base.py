@@ -64,11 +64,6 @@ class AttentionStep:
     query_lengths: tuple[int, ...]
     key_lengths: tuple[int, ...]
 
-    @property
-    def max_key_length(self) -> int:
-        """The longest row's keys (the seeds' `max_s`); 0 without rows."""
-        return max(self.key_lengths, default=0)
-
 
 class GraphAttention(ABC):
     """Attention of steps of one size inside a graph: same addresses, new contents.

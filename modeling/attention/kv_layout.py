@@ -49,11 +49,6 @@ class KvLayout:
             return first.spec.bytes_per_page
         return 2 * first.stride * first.page_values * first.spec.dtype.itemsize
 
-    def group_of(self, layer: int) -> int:
-        """The number of the group that a layer's pages belong to."""
-        source = self.sources[layer]
-        return next(i for i, group in enumerate(self.groups) if source in group.layers)
-
 
 def allocate_blocks(layout: KvLayout, num_blocks: int, device: torch.device) -> list[LayerCache]:
     """Memory for `num_blocks` blocks; returns each layer's view of it."""

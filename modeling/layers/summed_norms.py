@@ -41,7 +41,8 @@ def serve_summed_norms(
                 logger.warning("%s", reason)
                 group.serve_norms(dtype, 0, f"{group.method}; {reason}")
                 return
-        most_rows = comparison.measure()
+        known = group.known_norm_rows
+        most_rows = comparison.measure() if known is None else known
     found = f"norms sum up to {most_rows} rows" if most_rows else "norms do not sum: slower"
     logger.info("%s", found)
     group.serve_norms(dtype, most_rows, f"{group.method}; {found} (measured)")

@@ -74,9 +74,7 @@ class Int8Weight(QuantisedWeight):
         return (self.codes[rows].float() * (self.scales[rows, None] / 127.0)).to(self.dtype)
 
 
-def round_int8(
-    matrix: Tensor, largest: Tensor, dtype: torch.dtype, threshold: float | None = THRESHOLD
-) -> Int8Weight:
+def round_int8(matrix: Tensor, largest: Tensor, dtype: torch.dtype) -> Int8Weight:
     """Round a matrix [out, in] to 8 bits; largest: [out], of all ranks' columns."""
     scales = largest.half().float()
     safe = torch.where(scales == 0, 1.0, scales)[:, None]
@@ -84,7 +82,7 @@ def round_int8(
     for first in range(0, len(matrix), 1024):
         rows = slice(first, first + 1024)
         codes[rows] = torch.round(matrix[rows].half() * (127.0 / safe[rows])).to(torch.int8)
-    return Int8Weight(codes, scales, dtype, threshold)
+    return Int8Weight(codes, scales, dtype, THRESHOLD)
 
 
 def round_nf4(matrix: Tensor, dtype: torch.dtype) -> IntegerWeight:

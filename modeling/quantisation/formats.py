@@ -1,7 +1,9 @@
 """Which form linear maps are kept in: as a checkpoint has them, or rounded while it is read."""
 
 from collections.abc import Callable, Sequence
+from json import JSONDecodeError
 
+import torch
 from torch import Tensor
 
 from configs.model import Quantize
@@ -19,6 +21,7 @@ from modeling.quantisation.integers import round_groups
 from modeling.quantisation.products import SIZES
 from modeling.quantisation.stored_fp8 import SCALES, read_fp8, read_fp8_blocks
 from modeling.quantisation.stored_integers import read_awq, read_gptq, read_packed
+from sharding.checkpoint import CheckpointError
 from sharding.linear import read_dense
 from sharding.linear_weight import LinearPart, LinearWeight
 from sharding.loader import LinearFormat, Weights
@@ -38,6 +41,10 @@ _STORED: dict[WeightFormat, tuple[Reader, tuple[str, ...]]] = {
 """How to read a format, and the tensors that show that a map is stored in it."""
 
 
+_UNFIT = (*(RuntimeError, IndexError, TypeError, KeyError, ArithmeticError, JSONDecodeError),)
+"""What reading raises for tensors that do not fit each other."""
+
+
 class StoredFormat:
     """Maps as a checkpoint has them; those that it did not quantise stay as they are."""
 
@@ -55,7 +62,15 @@ class StoredFormat:
                      for part, own in pairs])  # fmt: skip
 
     def _part(self, weights: Weights, part: LinearPart) -> LinearWeight:
-        return self._read(weights, part, self._how)
+        try:
+            return self._read(weights, part, self._how)
+        except torch.OutOfMemoryError:
+            raise
+        except _UNFIT as error:
+            raise CheckpointError(
+                f"{part.name}: its tensors are not of the format {self._how.format} as config.json "
+                f"describes it: {error!r}"
+            ) from error
 
     def _is_stored(self, weights: Weights, part: LinearPart) -> bool:
         return any(weights.lists(f"{part.name}.{mark}") for mark in self._marks)

@@ -16,6 +16,7 @@ from torch import Tensor
 from configs.quantisation import Quantisation
 from modeling.quantisation.integers import IntegerWeight, local_groups
 from modeling.quantisation.stored_fp8 import indices
+from sharding.checkpoint import CheckpointError
 from sharding.linear_weight import LinearPart
 from sharding.loader import Weights
 from sharding.slicing import Segments
@@ -60,7 +61,7 @@ def read_packed(weights: Weights, part: LinearPart, how: Quantisation) -> Intege
     codes = unpack_words(packed, how.bits, 1)[:, places.to(device)]
     count = 1 if how.group_size is None else -(-inputs // how.group_size)
     scales = weights.read(f"{name}.weight_scale", (outputs, count), part.rows)
-    group_of = _group_of(weights, part, f"{name}.weight_g_idx", how.group_size)
+    group_of = _group_of(weights, part, f"{name}.weight_g_idx", how.group_size, count)
     weights.leave(f"{name}.weight_shape")
     zeros = _packed_zeros(weights, part, how, count) if how.zero_points else None
     groups = local_groups(scales, zeros, group_of, 0 if how.zero_points else 2 ** (how.bits - 1))
@@ -115,7 +116,7 @@ def _by_input(
     shape = zeros.shape[0], part.shape[0]
     rows = indices(part.rows, weights.device)
     scales = weights.read(f"{part.name}.scales", shape, columns=part.rows).t()
-    group_of = _group_of(weights, part, f"{part.name}.g_idx", how.group_size)
+    group_of = _group_of(weights, part, f"{part.name}.g_idx", how.group_size, len(zeros))
     # Symmetric integers have one zero point for all, with which products are faster.
     if bool((zeros == zeros[0, 0]).all()):
         groups = local_groups(scales, None, group_of, int(zeros[0, 0]))
@@ -124,11 +125,15 @@ def _by_input(
     return IntegerWeight(codes.contiguous(), groups, how.bits, weights.dtype)
 
 
-def _group_of(weights: Weights, part: LinearPart, name: str, size: int | None) -> Tensor:
-    """Return the group of each of this rank's inputs."""
+def _group_of(
+    weights: Weights, part: LinearPart, name: str, size: int | None, count: int
+) -> Tensor:
+    """Return the group of each of this rank's inputs, of `count`."""
     if weights.lists(name):
         shape = (part.shape[1],)
         found = weights.read_stored(name, shape, part.columns).long()
+        if bool((found >= count).any()):
+            raise CheckpointError(f"{name} names groups beyond the {count} that there are")
         # -1: not known yet, as compressed-tensors stores it where no order was chosen.
         if not bool((found < 0).any()):
             return found

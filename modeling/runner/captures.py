@@ -24,7 +24,7 @@ from modeling.runner.cuda_graphs import (
     StepOutputs,
     graph_sizes,
 )
-from modeling.runner.eagle3_graphs import Eagle3Graphs
+from modeling.runner.eagle3_graphs import ChainGraphs, Eagle3Graphs, EntryGraphs
 from modeling.runner.eagle3_guesses import Eagle3Guesser
 from modeling.runner.memory import GRAPH_BYTES, PIECE_BYTES
 from modeling.runner.piecewise import (
@@ -84,9 +84,10 @@ class StepGraphs(NamedTuple):
     heads: Eagle3Graphs | None = None
 
     @property
-    def all(self) -> tuple[DecodeGraphs | PiecewiseGraphs | Eagle3Graphs, ...]:
+    def all(self) -> tuple[DecodeGraphs | PiecewiseGraphs | ChainGraphs | EntryGraphs, ...]:
         """Those that there are, in the order in which they are recorded."""
-        return tuple(filter(None, (self.decode, *self.checked, self.heads, self.mixed)))
+        heads = self.heads.all if self.heads else ()
+        return tuple(filter(None, (self.decode, *self.checked, *heads, self.mixed)))
 
     @property
     def num_unrecorded(self) -> int:

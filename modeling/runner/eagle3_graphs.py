@@ -339,26 +339,13 @@ class Eagle3Graphs:
         self._entries = [EntryGraphs(parts, self.chain, *each, record) for each in sizes]
 
     @property
-    def unrecorded(self) -> list[int]:
-        """The sizes that are left."""
-        return [size for each in self._all for size in each.unrecorded]
-
-    def record_next(self) -> None:
-        """Record one of them."""
-        next(each for each in self._all if each.unrecorded).record_next()
-
-    def forget_unrecorded(self) -> None:
-        """Leave what is not recorded as it is."""
-        for each in self._all:
-            each.unrecorded.clear()
+    def all(self) -> tuple[ChainGraphs | EntryGraphs, ...]:
+        """In the order in which they are recorded."""
+        return (self.chain, *self._entries)
 
     def run_entries(self, rows: Sequence[StepRow], layout: StepLayout, group: GroupLayout) -> bool:
         """See `EntryGraphs.run`; with the least room."""
         return any(each.run(rows, layout, group) for each in self._entries)
-
-    @property
-    def _all(self) -> list[ChainGraphs | EntryGraphs]:
-        return [self.chain, *self._entries]
 
 
 def _no_rows() -> tuple[Ints, Pages]:

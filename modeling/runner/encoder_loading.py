@@ -1,7 +1,6 @@
 """An encoder from its folder, and proof that every weight was there."""
 
 import re
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,9 @@ from configs.model import LoadFormat, ModelConfig, Quantize
 from configs.reading import has_tokenizer
 from modeling.models.encoder import Encoder
 from modeling.runner.loading import LoadedWeights
-from modeling.runner.padded_loading import read_model_config, weights_dtype
+from modeling.runner.padded_loading import read_model_config, read_with, weights_dtype
 from sharding.checkpoint import CheckpointError
+from sharding.loader import UNUSED
 from sources.model import fetch_model
 
 _POOLER = re.compile(r"(\w+\.)?pooler\..*")
@@ -48,7 +48,6 @@ def load_encoder_weights(config: ModelConfig, device: torch.device) -> LoadedEnc
     ArchitectureError and ValueError say what is not served, CheckpointError which weights are
     missing.
     """
-    started = time.monotonic()
     folder = fetch_model(config)
     architecture = load_architecture(folder).with_rope_length(config.dynamic_rope_length)
     assert isinstance(architecture, EncoderArchitecture), architecture.architecture
@@ -67,7 +66,6 @@ def load_encoder_weights(config: ModelConfig, device: torch.device) -> LoadedEnc
         dtype=encoder.dtype,
         bytes_read=sum(path.stat().st_size for path in folder.glob("*.safetensors")),
         bytes_resident=sum(parameter.nbytes for parameter in model.parameters()),
-        seconds=time.monotonic() - started,
         model=encoder,
         architecture=architecture,
     )
@@ -77,12 +75,8 @@ def _read(config: ModelConfig, folder: Path, architecture: EncoderArchitecture) 
     """Read the checkpoint; transformers would fill in random weights for missing ones."""
     classifies = architecture.num_labels > 0
     auto: Any = AutoModelForSequenceClassification if classifies else AutoModel
-    model, info = auto.from_pretrained(
-        folder,
-        dtype=weights_dtype(config, read_model_config(config, folder), folder),
-        use_safetensors=None if config.allow_pickle else True,
-        output_loading_info=True,
-    )
+    dtype = weights_dtype(config, read_model_config(config, folder), folder)
+    model, info = read_with(auto, config, folder, {"dtype": dtype})
     missing = sorted(
         name for name in info["missing_keys"] if classifies or not _POOLER.fullmatch(name)
     )
@@ -92,10 +86,9 @@ def _read(config: ModelConfig, folder: Path, architecture: EncoderArchitecture) 
     if unused:
         raise CheckpointError(
             f"{folder}: the model does not use {len(unused)} tensors of the checkpoint: "
-            f"{', '.join(unused[:5])}"
+            f"{', '.join(unused[:5])}; {UNUSED}"
         )
-    loaded: PreTrainedModel = model
-    return loaded
+    return model
 
 
 def _takes_types(folder: Path, trusts: bool) -> bool:

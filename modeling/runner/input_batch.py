@@ -101,17 +101,14 @@ class StepTensors:
 
 @dataclass(frozen=True)
 class StepInputs(StepTensors):
-    """One step's tensors, and what of the layout the host still needs.
+    """One step's tensors, and its layout on the host.
 
     group_lengths: the query lengths and the key lengths of each KV group's rows.
     """
 
+    layout: StepLayout
     targets: Tensor
     group_lengths: tuple[tuple[list[int], list[int]], ...]
-    sampling: list[Sampling]
-    sample_positions: list[int]
-    adapter_slots: list[int]
-    adapter_lengths: list[int]
 
 
 class InputBatch:
@@ -241,15 +238,12 @@ class InputBatch:
                 GroupTensors(*parts[first : first + 3]) for first in range(0, len(parts), 3)
             ),
             last_tokens=last_tokens,
+            layout=layout,
             targets=targets,
             group_lengths=tuple(
                 (np.diff(group.bounds).tolist(), group.key_lengths.tolist())
                 for group in layout.groups
             ),
-            sampling=layout.sampling,
-            sample_positions=layout.sample_positions,
-            adapter_slots=layout.adapter_slots,
-            adapter_lengths=layout.adapter_lengths,
         )
 
     def _adapter_runs(

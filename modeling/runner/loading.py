@@ -1,6 +1,5 @@
 """A model's share from its folder: architecture, type, weights, and what they took."""
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -50,13 +49,11 @@ class LoadedWeights:
     dtype: of the weights as they are computed with.
     bytes_read: from the checkpoint's files.
     bytes_resident: on the device.
-    seconds: from the first file's opening to the last weight on the device.
     """
 
     dtype: torch.dtype
     bytes_read: int
     bytes_resident: int
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -86,7 +83,6 @@ def pick_device(wanted: Device) -> torch.device:
 @timed("weights")
 def load_model(config: EngineConfig, group: TensorParallel, device: torch.device) -> LoadedModel:
     """Read this rank's share of the model that `config.model` names."""
-    started = time.monotonic()
     folder = fetch_model(config.model)
     architecture = load_architecture(folder).with_rope_length(config.model.dynamic_rope_length)
     architecture = architecture.with_expert_parallel(config.expert_parallel)
@@ -118,12 +114,10 @@ def load_model(config: EngineConfig, group: TensorParallel, device: torch.device
         model.projections = (*others, *adapters_heads(config, model.width))
     # A tied head shares its tensor with the embedding; parameters() yields it once.
     resident = sum(p.nbytes for p in cast(nn.Module, model).parameters())
-    seconds = time.monotonic() - started
     return LoadedModel(
         model.dtype,
         source.bytes_read,
         resident,
-        seconds,
         model,
         architecture,
         bytes_by_form(cast(nn.Module, model)),

@@ -1,16 +1,15 @@
 """A padded model from its folder: options, pad token, and proof that every weight was there."""
 
-import json
 import logging
 import re
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -24,6 +23,7 @@ from transformers import (
 from transformers.utils.import_utils import is_accelerate_available, is_bitsandbytes_available
 
 from configs.architectures.base import ArchitectureError, refuse_window_of_one
+from configs.architectures.files import read_object
 from configs.architectures.padded import PaddedArchitecture
 from configs.architectures.select import load_padded
 from configs.model import DType, LoadFormat, ModelConfig, Quantize
@@ -32,7 +32,7 @@ from modeling.models.causal_lm_sharing import rope_kinds
 from modeling.runner.loading import LoadedWeights, stored_dtype, torch_dtype
 from modeling.runner.padded_progress import RandomNumbers, logged_bars
 from sharding.checkpoint import CheckpointError, open_checkpoint
-from sharding.loader import idle_biases
+from sharding.loader import UNUSED, idle_biases
 from sources.model import fetch_model
 
 logger = logging.getLogger("loray.modeling.causal_lm")
@@ -41,6 +41,12 @@ PAD_TOKEN = "[PAD]"
 
 BUFFERS = re.compile(r".*\.(attn|attention|self_attn)\.(bias|masked_bias)|.*\.inv_freq")
 """Masks and frequencies that old checkpoints hold beside the weights."""
+
+NOT_BUILT = (
+    *(ValueError, TypeError, KeyError, AttributeError, ArithmeticError, ImportError),
+    StrictDataclassError,
+)
+"""What transformers raises for a config.json or a checkpoint that it does not take."""
 
 PADDABLE_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 """The kinds of `layer_types` that keep one key and value for each position."""
@@ -67,7 +73,6 @@ def load_causal_lm(config: ModelConfig, device: torch.device, spread: bool) -> L
     spread: whether it may lie on all visible GPUs. ArchitectureError and ValueError say what is
     not served, CheckpointError which weights are missing.
     """
-    started = time.monotonic()
     folder = fetch_model(config)
     architecture = load_padded(folder).with_rope_length(config.dynamic_rope_length)
     if config.quantize is not Quantize.NONE:
@@ -89,8 +94,7 @@ def load_causal_lm(config: ModelConfig, device: torch.device, spread: bool) -> L
     pad = pad_token_id(model_config, folder, embedding.shape[0])
     causal = CausalLM(model, pad, embedding.device, exact=config.quantize is Quantize.NONE)
     resident = sum(parameter.nbytes for parameter in model.parameters())
-    seconds = time.monotonic() - started
-    return LoadedCausalLM(causal.dtype, bytes_read, resident, seconds, causal, architecture)
+    return LoadedCausalLM(causal.dtype, bytes_read, resident, causal, architecture)
 
 
 def pad_token_id(config: PretrainedConfig, folder: Path, vocab_size: int) -> int:
@@ -192,7 +196,7 @@ def read_model_config(config: ModelConfig, folder: Path) -> PretrainedConfig:
         found: PretrainedConfig = AutoConfig.from_pretrained(
             folder, trust_remote_code=config.trust_remote_code
         )
-    except (ValueError, KeyError, ImportError) as error:
+    except NOT_BUILT as error:
         raise _not_built(config, folder, error) from error
     return found
 
@@ -208,19 +212,8 @@ def _read(
         options |= {"quantization_config": quantization, "device_map": {"": device}}
     if on_many:
         options["device_map"] = "auto"
-    auto: Any = AutoModelForCausalLM
-    try:
-        with logged_bars():
-            model, info = auto.from_pretrained(
-                folder,
-                dtype=dtype,
-                trust_remote_code=config.trust_remote_code,
-                use_safetensors=None if config.allow_pickle else True,
-                output_loading_info=True,
-                **options,
-            )
-    except (ValueError, KeyError, ImportError) as error:
-        raise _not_built(config, folder, error) from error
+    options |= {"dtype": dtype, "trust_remote_code": config.trust_remote_code}
+    model, info = read_with(AutoModelForCausalLM, config, folder, options)
     if info["missing_keys"]:
         names = sorted(info["missing_keys"])
         raise CheckpointError(f"{folder}: the checkpoint lacks {', '.join(names[:5])}")
@@ -230,12 +223,41 @@ def _read(
     if names:
         raise CheckpointError(
             f"{folder}: the model does not use {len(names)} tensors of the checkpoint: "
-            f"{', '.join(names[:5])}"
+            f"{', '.join(names[:5])}; {UNUSED}"
         )
     if quantization is not None:
         _check_quantised(model, config.quantize)
-    loaded: PreTrainedModel = model if "device_map" in options else model.to(device)
+    # torch types it for plain modules only.
+    move: Any = model.to
+    loaded: PreTrainedModel = model if "device_map" in options else move(device)
     return loaded
+
+
+def read_with(
+    auto: Any, config: ModelConfig, folder: Path, options: Mapping[str, Any]
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Let a class of transformers read a checkpoint; returns the model and its loading info.
+
+    CheckpointError names files that are missing or damaged, and tensors of other shapes.
+    """
+    # transformers would follow an index out of the folder, and says less of what is wrong.
+    open_checkpoint(folder, config.allow_pickle)
+    try:
+        with logged_bars():
+            model, info = auto.from_pretrained(
+                folder,
+                use_safetensors=None if config.allow_pickle else True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+                **options,
+            )
+    except NOT_BUILT as error:
+        raise _not_built(config, folder, error) from error
+    for name, found, wanted in sorted(info["mismatched_keys"]):
+        raise CheckpointError(
+            f"{folder}: tensor {name!r} has shape {tuple(found)}, the model needs {tuple(wanted)}"
+        )
+    return model, info
 
 
 def _check_quantised(model: PreTrainedModel, quantize: Quantize) -> None:
@@ -272,7 +294,7 @@ def _dummy(
             model: PreTrainedModel = auto.from_config(
                 model_config, dtype=dtype, trust_remote_code=config.trust_remote_code
             )
-        except ImportError as error:
+        except NOT_BUILT as error:
             raise ArchitectureError(f"transformers cannot build the model: {error}") from error
     # torch types it for plain modules only.
     move: Any = model.to
@@ -294,7 +316,7 @@ def weights_dtype(config: ModelConfig, model_config: PretrainedConfig, folder: P
 
 def _not_built(config: ModelConfig, folder: Path, error: Exception) -> ArchitectureError:
     """Say why transformers cannot build a model, and what to do where we know."""
-    settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    settings = read_object(folder / "config.json")
     if settings.get("auto_map") and not config.trust_remote_code:
         return ArchitectureError(
             f"{folder.name} brings its own code ({', '.join(sorted(settings['auto_map']))}), which "

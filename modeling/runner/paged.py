@@ -237,14 +237,14 @@ class ModelRunner(BaseRunner):
         if hidden is None:
             adapters = self._with_vocabulary(self._adapters(inputs), layout)
             with self._norms.using(layout.adapter_slots, layout.adapter_lengths):
-                if inputs.sampling and not layout.prompt_rows and not guessing:
+                if layout.sampling and not layout.prompt_rows and not guessing:
                     logits = self._forward.logits(inputs, attention, adapters)
                     return self._sample(layout, inputs, logits), None, None
                 hidden = self._forward.hidden(inputs, attention, adapters)
         head, scores = partial(self._head, layout), None
         if layout.prompt_rows:
             scores = self._prompts.read(layout.prompt_rows, hidden, self._input_batch.tokens, head)
-        if not inputs.sampling:
+        if not layout.sampling:
             return no_rows(self._device), scores, None
         hidden = hidden[inputs.last_tokens]
         logits = head(hidden, layout.last_tokens)
@@ -262,7 +262,7 @@ class ModelRunner(BaseRunner):
 
     def _replay_piecewise(self, inputs: StepInputs, attention: StepPlans) -> Tensor | None:
         """Return the hidden states of a step in graph pieces; None when none serve this step."""
-        if self._piecewise_graphs is None or self._replaces(inputs.adapter_slots):
+        if self._piecewise_graphs is None or self._replaces(inputs.layout.adapter_slots):
             return None
         hidden = self._piecewise_graphs.run(inputs, attention)
         self.num_captured += hidden is not None
@@ -293,7 +293,7 @@ class ModelRunner(BaseRunner):
 
     def _adapters(self, inputs: StepInputs) -> AdapterData | None:
         """Return the step's adapters, None where all rows are the base model's."""
-        slots, lengths = inputs.adapter_slots, inputs.adapter_lengths
+        slots, lengths = inputs.layout.adapter_slots, inputs.layout.adapter_lengths
         if max(slots) < 0:
             return None
         if self._adapter_plan is None:

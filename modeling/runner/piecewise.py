@@ -179,12 +179,13 @@ class PiecewiseGraphs:
         """Hidden states [tokens, ...] of a step, until the next one; None when no size holds it."""
         tokens = len(inputs.input_ids)
         size = size_for(self.sizes, tokens)
-        with_adapters = max(inputs.adapter_slots) >= 0
+        layout = inputs.layout
+        with_adapters = max(layout.adapter_slots) >= 0
         if size is None or (size, with_adapters) not in self._pieces:
             return None
         self._copy_inputs(inputs, size)
         if with_adapters:
-            self._update(inputs.adapter_slots, inputs.adapter_lengths, size)
+            self._update(layout.adapter_slots, layout.adapter_lengths, size)
         for piece in self._pieces[size, with_adapters]:
             piece.replay()
             self._attend(piece, inputs, attention, tokens)

@@ -10,19 +10,16 @@ from modeling.attention.select import BACKENDS, PACKAGES
 from modeling.layers.fused import fused_ops
 
 
-def preload(attention: AttentionKind, device: torch.device) -> None:
+def preload(attention: AttentionKind, device: torch.device, context: bool = True) -> None:
     """Import kernels and libraries, and make the device's context.
 
     attention: AUTO imports the backends that are installed, as which one fits is not known yet.
+    context: False leaves the device alone.
     """
     if device.type == "cpu":
         return
-    # The first product makes cuBLAS's handle too.
-    one = torch.ones(16, 16, device=device)
-    torch.mm(one, one)
-    del one
-    torch.cuda.synchronize(device)
-    torch.cuda.empty_cache()
+    if context:
+        _make_context(device)
     select_kernel(device)
     fused_ops(device)
     wanted = [*BACKENDS] if attention is AttentionKind.AUTO else [attention]
@@ -30,3 +27,12 @@ def preload(attention: AttentionKind, device: torch.device) -> None:
         if name in PACKAGES:
             with suppress(ImportError):
                 BACKENDS[name]()
+
+
+def _make_context(device: torch.device) -> None:
+    # The first product makes cuBLAS's handle too.
+    one = torch.ones(16, 16, device=device)
+    torch.mm(one, one)
+    del one
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()

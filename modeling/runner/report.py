@@ -38,7 +38,6 @@ class RunnerReport:
     weight_bytes_resident: int
     kv_bytes: int
     adapter_pool_bytes: int
-    load_seconds: float
     weight_forms: Mapping[str, int] = field(default_factory=dict)
     paged: bool = False
     captured_rows: tuple[int, ...] = ()

@@ -78,7 +78,6 @@ class RunnerParts:
             weight_bytes_resident=self.weights.bytes_resident,
             kv_bytes=num_blocks * bytes_per_block,
             adapter_pool_bytes=self.bank.pool_bytes,
-            load_seconds=self.weights.seconds,
         )
 
 

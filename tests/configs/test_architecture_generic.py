@@ -29,8 +29,9 @@ GRANITE = {
         {**GLM, "auto_map": {"AutoModelForCausalLM": "modeling_glm4.Glm4ForCausalLM"}},
         {**GLM, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
         {**GRANITE, "layer_types": ["attention", "attention"]},
+        {**GLM, "architectures": ["LlamaForCausalLM"], "model_type": "exaone"},
     ],
-    ids=["plain", "code of its repository", "dynamic", "attention alone"],
+    ids=["plain", "code of its repository", "dynamic", "attention alone", "another type's class"],
 )
 def test_paged(config: dict[str, Any]) -> None:
     """Code of a repository is not run where transformers has the type, as there by itself."""

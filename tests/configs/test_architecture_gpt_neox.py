@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
 from configs.architectures.base import Activation, ArchitectureError
 from configs.architectures.gpt_neox import GPTNeoXArchitecture
@@ -73,7 +72,6 @@ def test_defaults_are_transformers_own() -> None:
     assert (spec.hidden_size, spec.num_layers, spec.num_heads) == (6144, 44, 64)
     assert (spec.vocab_size, spec.max_position_embeddings) == (50432, 2048)
     assert spec.rope == Rope(fraction=0.25)
-    assert spec.eos_token_ids == (2,)
 
 
 def test_both_rope_layouts() -> None:
@@ -132,5 +130,5 @@ def test_refusals_name_the_key(changes: dict[str, Any], message: str) -> None:
     ],
 )
 def test_sizes_that_contradict_each_other(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValidationError, match=message):
+    with pytest.raises(ArchitectureError, match=message):
         parse(**changes)

@@ -5,12 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
 from configs.architectures.base import Activation, ArchitectureError
 from configs.architectures.llama import Architecture
 from configs.architectures.rope import Rope, RopeType
-from configs.architectures.select import MODEL_TYPES, load_architecture, parse_architecture
+from configs.architectures.select import (
+    MODEL_TYPES,
+    load_architecture,
+    padded_reason,
+    parse_architecture,
+)
 from configs.rope_sets import RopeSets
 from tests.checkpoints import RELATIVES, VARIANTS, WINDOW, write_llama, write_relative
 
@@ -54,7 +58,6 @@ def test_reads_the_layout_before_transformers_5() -> None:
     spec = parse(rope_theta=5e5, rope_scaling={"rope_type": "llama3", **LLAMA3})
     assert (spec.num_layers, spec.num_heads, spec.num_kv_heads, spec.head_dim) == (32, 32, 8, 128)
     assert spec.rope == Rope(type=RopeType.LLAMA3, theta=5e5, **LLAMA3)
-    assert spec.eos_token_ids == (128001, 128008, 128009)
     assert spec.checkpoint_dtype == "bfloat16"
     assert spec.hidden_act is Activation.SILU
 
@@ -76,7 +79,6 @@ def test_defaults_are_transformers_own() -> None:
     assert spec.num_kv_heads == 32
     assert spec.head_dim == 128
     assert spec.rope == Rope()
-    assert spec.eos_token_ids == ()
     switches = (spec.tie_word_embeddings, spec.qkv_bias, spec.output_bias, spec.mlp_bias)
     assert not any((*switches, spec.qk_norm, spec.fused, spec.stretches))
     assert spec.attention_scale == 128**-0.5
@@ -119,6 +121,14 @@ def test_reads_what_transformers_writes(tmp_path: Path, variant: str) -> None:
             r"partial_rotary_factor \(0.5\) with rope type 'linear' .*rotates whole heads",
         ),
         ({"rope_parameters": {"full_attention": {}}}, "rope settings full_attention"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2.0, "attn_factor": 1.0}},
+            "rope settings attn_factor .* transformers does not read them; remove them",
+        ),
+        ({"num_hidden_layers": 10**9}, r"num_hidden_layers \(1000000000\) is above 10000"),
+        ({"rope_scaling": ["linear"]}, "config.json holds another kind of value"),
+        ({"rms_norm_eps": None}, "config.json: rms_norm_eps: Input should be a valid number"),
+        ({"architectures": "LlamaForCausalLM"}, "must be a list of classes' names"),
         ({"sliding_window": 4096}, r"sliding_window \(4096\)"),
         ({"layer_types": ["full_attention"] * 31}, "layer_types .* not supported for LlamaFor"),
         ({"layer_types": ["sliding_attention"] * 32}, "layer_types .*sliding_attention"),
@@ -137,7 +147,7 @@ def test_refusals_name_the_key(changes: dict[str, Any], message: str) -> None:
     [({"num_key_value_heads": 5}, "must be a multiple"), ({"head_dim": 7}, "must be even")],
 )
 def test_sizes_that_contradict_each_other(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValidationError, match=message):
+    with pytest.raises(ArchitectureError, match=message):
         parse(**changes)
 
 
@@ -198,7 +208,7 @@ def test_layer_types_that_cannot_be_served(changes: dict[str, Any], message: str
 
 
 def test_layer_types_must_name_every_layer() -> None:
-    with pytest.raises(ValidationError, match="layer_types must name 3 layers"):
+    with pytest.raises(ArchitectureError, match="layer_types must name 3 layers"):
         parse(**QWEN2, layer_types=["full_attention"] * 2)
 
 
@@ -242,7 +252,7 @@ def test_phi3s_own_names_and_places() -> None:
     assert spec.rope.attention_factor == pytest.approx(1.19024, abs=1e-5)  # sqrt(1 + 5 / 12)
     assert spec.rope_sets == RopeSets(border=4096, recompute=True)
     factors["long_factor"] = [2.0] * 64
-    with pytest.raises(ValidationError, match="long_factors must be 48 numbers, found 64"):
+    with pytest.raises(ArchitectureError, match="long_factors must be 48 numbers, found 64"):
         parse(
             architectures=["Phi3ForCausalLM"],
             partial_rotary_factor=0.75,
@@ -288,6 +298,15 @@ def test_model_type_says_the_architecture_where_nothing_else_does(name: str, kin
         assert parsed == parse_architecture({**LLAMA, "architectures": [name]})
 
 
+@pytest.mark.parametrize("name", ["PeftModelForCausalLM", "LLaMAForCausalLM"])
+def test_a_name_of_no_class_leaves_it_to_model_type(name: str) -> None:
+    config = {**LLAMA, "architectures": [name], "model_type": "llama"}
+    assert parse_architecture(config) == parse()
+    # Code of a repository may make a class of that name.
+    own = {**config, "auto_map": {"AutoModelForCausalLM": f"modeling.{name}"}}
+    assert padded_reason(parse_architecture(own)) is not None
+
+
 def test_other_families_keep_their_keys_at_longropes_border() -> None:
     factors = {"short_factor": [1.0] * 64, "long_factor": [2.0] * 64}
     rope = {"rope_type": "longrope", "original_max_position_embeddings": 512, **factors}
@@ -312,3 +331,22 @@ def test_a_folder_without_config(tmp_path: Path) -> None:
         load(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     assert load(tmp_path).vocab_size == 128256
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"{", "cannot be read as JSON"),
+        (b"\xff", "cannot be read as JSON"),
+        (b'{"a":' * 100_000, "cannot be read as JSON: maximum recursion"),
+        (b"[1]", "must hold an object, found list"),
+        (b" " * (32 << 20) + b"{}", "cannot be read as JSON: .* bytes, more than"),
+    ],
+    ids=["damaged", "no text", "deep", "list", "large"],
+)
+def test_files_that_are_no_configs(tmp_path: Path, name: str, text: bytes, message: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / name).write_bytes(text)
+    with pytest.raises(ArchitectureError, match=rf"{name} {message}"):
+        load(tmp_path)

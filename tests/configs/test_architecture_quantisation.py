@@ -64,3 +64,13 @@ def test_forms_that_files_have(given: dict[str, Any], fields: dict[str, Any]) ->
     found = parse_quantisation({"quantization_config": given})
     assert found is not None
     assert {key: getattr(found, key) for key in fields} == fields
+
+
+def test_modules_that_gptq_left_out_may_be_named() -> None:
+    given = {"quant_method": "gptq", "bits": 4, "dynamic": {"-:.*down_proj": {}}}
+    found = parse_quantisation({"quantization_config": given})
+    assert found is not None
+    assert found.format is WeightFormat.GPTQ
+    given["dynamic"] = {"-:.*down_proj": {}, "+:.*up_proj": {"bits": 8}}
+    with pytest.raises(ArchitectureError, match=r"dynamic '\+:\.\*up_proj', other settings"):
+        parse_quantisation({"quantization_config": given})

@@ -1,6 +1,7 @@
 """HAProxy as `loray-haproxy` starts it: what silent and half-sent connections may hold."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -59,6 +60,7 @@ def test_serves_configuration_gets_the_limits(written: str) -> None:
     assert "sc0_conn_cur gt 3024" in added
     assert "mode 600 level admin" in text
     assert "mode 666" not in text
+    assert re.search(r"^ +tune.bufsize 49152\n +tune.http.maxhdr 256$", text, re.MULTILINE)
     assert front.limited(text, LIMITS) == text
     unlimited = front.limited(written, FrontLimits(5, 0))
     assert "timeout http-request 5000ms" in unlimited

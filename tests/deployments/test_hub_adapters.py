@@ -14,7 +14,6 @@ from tests.served import demo_app, demo_config, served
 PIRATE = {
     path.name: path.read_bytes() for path in Path("configs/demo/adapters/pirate").glob("adapter_*")
 }
-WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PATIENT = {"connect_timeout_s": 300, "read_timeout_s": 300}
 SECRET = "hf_tokenOfTheCaller"
 
@@ -46,15 +45,11 @@ def http(hub: HubServer, root: Path) -> Iterator[httpx.Client]:
         yield client
 
 
-def say(
-    http: httpx.Client, model: str, token: str | None = None, chat: bool = True
-) -> httpx.Response:
+def say(http: httpx.Client, model: str, token: str | None = None) -> httpx.Response:
     headers = {"Authorization": f"Bearer {token}"} if token else {}
-    body: dict[str, object] = {"model": model, "temperature": 0, "max_tokens": 12}
-    if chat:
-        body["messages"] = [{"role": "user", "content": "Who are you?"}]
-        return http.post("/v1/chat/completions", json=body, headers=headers)
-    return http.post("/v1/completions", json={**body, "prompt": "Who are you?"}, headers=headers)
+    messages = [{"role": "user", "content": "Who are you?"}]
+    body = {"model": model, "temperature": 0, "max_tokens": 12, "messages": messages}
+    return http.post("/v1/chat/completions", json=body, headers=headers)
 
 
 def num_prompt_tokens(answer: httpx.Response) -> int:

@@ -38,14 +38,13 @@ RAY_SETTINGS = {
 
 @dataclass
 class Served:
-    """A running app: where it answers, Ray's address, and everything it has printed.
+    """A running app: where it answers, and everything it has printed.
 
     asker: calls the driver's own methods. config: the yaml that it was started with. edited:
     whether another one was deployed since.
     """
 
     url: str
-    ray_address: str
     output: list[str]
     process: "subprocess.Popen[str]"
     shared_memory: frozenset[str]
@@ -119,7 +118,7 @@ def start(config: Path, port: int, *options: str) -> Served:
         kill(process.pid)
         pytest.fail(f"the server did not come up:\n{text}")
     asker = Asker(found[1], environment())
-    return Served(f"http://127.0.0.1:{port}", found[1], output, process, before, asker, config)
+    return Served(f"http://127.0.0.1:{port}", output, process, before, asker, config)
 
 
 def stop(served: Served) -> None:

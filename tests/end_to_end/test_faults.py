@@ -39,6 +39,13 @@ def present_ranks(served: Served) -> list[psutil.Process]:
     return [psutil.Process(report.pid) for report in reports]
 
 
+def ranks_and_standby(served: Served) -> tuple[list[psutil.Process], set[psutil.Process]]:
+    """The driver's ranks, and the processes that stand by, once all of those are there."""
+    ranks = present_ranks(served)
+    wait_for(lambda: len(rank_processes(served)) == 2 * len(ranks))
+    return ranks, set(rank_processes(served)) - set(ranks)
+
+
 def are_gone(those: Sequence[psutil.Process]) -> bool:
     """Whether all have ended, once the kernel had the time for it."""
     _, alive = psutil.wait_procs(those, timeout=PATIENCE_SECONDS)
@@ -100,9 +107,7 @@ def struck(
 def test_a_rank_dies_or_hangs_and_every_stream_goes_on(
     served: Served, answers: Answers, rank: int, blow: signal.Signals
 ) -> None:
-    ranks = present_ranks(served)
-    wait_for(lambda: len(rank_processes(served)) == 2 * len(ranks))
-    standby = set(rank_processes(served)) - set(ranks)
+    ranks, standby = ranks_and_standby(served)
     victim = ranks[rank % len(ranks)]
     [driver] = drivers(served)
     reply, expected, statuses = struck(served, answers, lambda: victim.send_signal(blow))
@@ -116,11 +121,12 @@ def test_a_rank_dies_or_hangs_and_every_stream_goes_on(
 
 def test_a_driver_dies_and_every_stream_goes_on(served: Served, answers: Answers) -> None:
     """With another driver, after the tokens that the clients have."""
-    ranks = present_ranks(served)
+    ranks, standby = ranks_and_standby(served)
     [driver] = drivers(served)
     reply, expected, _ = struck(served, answers, driver.kill, held=ranks)
     assert reply == expected
     assert drivers(served) != [driver], "the driver was not killed"
+    assert set(present_ranks(served)) == standby, "the standby processes did not take over"
     assert are_gone(ranks), "ranks outlived their driver"
     wait_for(lambda: is_healthy(served))
     reply, expected, _ = struck(served, answers, lambda: None)

@@ -108,7 +108,6 @@ def client_of_worker(headed: Headed) -> httpx.Client:
 class Load:
     """Clients of the worker's front that ask again and again, each over one connection."""
 
-    headed: Headed
     answers: Answers
     num_answered: int = 0
     failures: list[str] = field(default_factory=list)
@@ -142,7 +141,7 @@ def test_the_head_dies_and_comes_back_and_no_request_is_lost(
     named = {"lora_name": "captain", "lora_path": str(folder)}
     assert client.post("/v1/load_lora_adapter", json=named).status_code == 200
     assert client.patch("/v1/adapters/french", json={"pinned": True}).status_code == 200
-    load = Load(headed, answers)
+    load = Load(answers)
     clients = [client_of_worker(headed) for _ in range(NUM_CLIENTS)]
     threads = [
         threading.Thread(target=load.ask, args=each)

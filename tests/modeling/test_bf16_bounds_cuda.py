@@ -41,10 +41,7 @@ from tests.modeling.teacher import (
 )
 from tests.sharding.cuda_ranks import run_cuda_ranks
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 VOCAB_SIZE = 96
 ADAPTED_DIM = 64

@@ -33,10 +33,7 @@ from tests.modeling.prompts import Prompts, check_answers, prompt_of, questions
 from tests.modeling.stepping import Asked, generate
 from tests.oracle import NUM_TOKENS, prompt_truth
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 NAMES = [BASE, *ADAPTERS]
 CHANGING = ("plain", "dora", "some", "biased", "trained")

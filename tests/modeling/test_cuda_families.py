@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from configs.engine import AttentionKind, CacheConfig, Device
 from configs.model import DType, ModelConfig
@@ -26,10 +25,7 @@ from tests.modeling.parity import (
 from tests.modeling.stepping import Answer, Asked, generate
 from tests.oracle import Truth, prompt_truth
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 MODELS = [
     ("gpt2", "plain"),

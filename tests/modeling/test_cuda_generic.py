@@ -29,10 +29,7 @@ from tests.modeling.parity import (
 from tests.modeling.stepping import Answer, Asked, generate
 from tests.oracle import Truth, prompt_truth
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 VARIANTS = ["gemma2", "gemma3_text", "olmo2", "glm4", "phi", "qwen3_moe", "gpt_oss", "deepseek_v3"]
 NAMES = [BASE, "r8"]

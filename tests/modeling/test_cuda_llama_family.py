@@ -1,7 +1,6 @@
 """Llama's relatives and adapters of the vocabulary on a GPU: float32 gives the oracle's tokens."""
 
 import pytest
-import torch
 
 from configs.adapters import AdaptersConfig
 from configs.engine import Device
@@ -21,10 +20,7 @@ from tests.modeling.parity import (
 from tests.modeling.stepping import Asked, generate
 from tests.oracle import NUM_TOKENS, prompt_truth
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 MODELS = [
     ("relative", "mistral"),

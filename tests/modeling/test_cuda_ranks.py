@@ -27,7 +27,6 @@ from tests.sharding.cuda_ranks import run_cuda_ranks
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.filterwarnings("ignore::UserWarning"),
 ]
 

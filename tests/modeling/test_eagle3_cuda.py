@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from configs.engine import CudaGraphs
@@ -22,10 +21,7 @@ from tests.modeling.runner.test_graphs_cuda import WIDE
 from tests.modeling.test_medusa_cuda import answers
 from tests.modeling.test_parity_eagle3 import MOST, NUM_DRAFTS, Trained
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 def test_heads_guess_as_in_plain_torch_and_change_no_token(

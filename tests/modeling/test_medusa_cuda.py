@@ -4,7 +4,6 @@ and guess what heads in plain torch do."""
 from pathlib import Path
 
 import pytest
-import torch
 
 from configs.engine import AttentionKind, CudaGraphs, Device, EngineConfig
 from modeling.runner.load_paged import load_paged
@@ -25,10 +24,7 @@ from tests.modeling.test_parity_medusa import (
 )
 from tests.modeling.test_parity_speculation import REQUESTS
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 def answers(

@@ -1,6 +1,6 @@
 """EAGLE-3 heads guess what a plain reimplementation guesses, and change no token."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import Enum
 from functools import partial
@@ -18,8 +18,8 @@ from configs.wire.sampling import Sampling
 from modeling.batch import ForwardBatch
 from modeling.models.eagle3 import Eagle3Heads
 from modeling.runner import eagle3_guesses, loading
-from modeling.runner.cuda_graphs import graph_sizes
-from modeling.runner.eagle3_graphs import ChainGraphs
+from modeling.runner.cuda_graphs import Record, graph_sizes
+from modeling.runner.eagle3_graphs import ChainGraphs, Eagle3Graphs
 from modeling.runner.load_paged import load_paged
 from modeling.runner.paged import ModelRunner
 from scheduler import speculation
@@ -70,20 +70,26 @@ class Captures(Enum):
     HEADS = "heads"
 
 
-def capture_heads(runner: ModelRunner, states: Tensor, guesses: bool) -> None:
-    """Let a CPU runner replay entries, and guesses; states: where its replays leave them."""
+def prepare_heads(runner: ModelRunner, states: Tensor, record: Record) -> Eagle3Graphs:
+    """Let a CPU runner record entries and guesses; states: where its replays leave them."""
     drafter = runner._parts.drafter
     assert drafter is not None
     backend = CapturedSdpa(drafter.backend.spec)
     drafts = replace(drafter, backend=backend).allocate(runner.report.num_blocks + 1)
     with torch.inference_mode():
         rooms = [(queries, graph_sizes(8)) for queries in ROOMS]
-        graphs = drafts.graphs(runner._input_batch, states, rooms, lambda compute: compute)
-        if not guesses:
-            graphs.chain.unrecorded.clear()
-        while graphs.unrecorded:
-            graphs.record_next()
+        graphs = drafts.graphs(runner._input_batch, states, rooms, record)
     runner._drafts, runner._graphs = drafts, runner._graphs._replace(heads=graphs)
+    return graphs
+
+
+def capture_heads(runner: ModelRunner, states: Tensor, guesses: bool) -> None:
+    """Let a CPU runner replay entries, and guesses."""
+    graphs = prepare_heads(runner, states, lambda compute: compute)
+    if not guesses:
+        graphs.chain.unrecorded.clear()
+    while runner.num_unrecorded:
+        runner.record_next()
 
 
 def answers(
@@ -187,6 +193,21 @@ def compare(
     for made, run in run_ranks(ranks, own):
         assert (run.runner.num_captured > 5) == captured
         trained.check(made, run)
+
+
+def test_graphs_that_find_no_memory_are_given_up(tmp_path: Path) -> None:
+    """Those of heads too: else each step would try again."""
+    model = write_target("llama", tmp_path / "model")
+    heads = eagle3.Heads(embedding_of(model), MOST, False).write(tmp_path / "heads", False)
+    runner = load_paged(with_heads(model, heads), SingleRank(), CPU).allocate()
+
+    def record(compute: Callable[[], None]) -> Callable[[], None]:
+        raise torch.OutOfMemoryError("nothing is left")
+
+    prepare_heads(runner, torch.zeros(8, 3 * WIDTH), record)
+    assert runner.num_unrecorded > len(ROOMS)
+    runner.record_next()
+    assert runner.num_unrecorded == 0
 
 
 def write_all(name: str, folder: Path) -> tuple[Path, list[Path]]:

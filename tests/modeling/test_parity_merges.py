@@ -37,7 +37,7 @@ from tests.ranks import run_ranks
 # PEFT warns of a density of 1, and of embeddings that it does not save.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
-LINEAR, TIES = MergeStrategy.LINEAR, MergeStrategy.TIES
+TIES = MergeStrategy.TIES
 DARE_LINEAR, DARE_TIES = MergeStrategy.DARE_LINEAR, MergeStrategy.DARE_TIES
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import Phi3ForCausalLM
 
 from configs.engine import (
@@ -31,10 +30,7 @@ from tests.modeling.stepping import Answer, Asked
 from tests.modeling.test_parity_ropes import LENGTHS, LONGROPES, NAMES, RECOMPUTED
 from tests.oracle import NUM_TOKENS, prompt_truth
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 def runner(config: EngineConfig) -> ModelRunner:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from configs.engine import (
     AttentionKind,
@@ -33,10 +32,7 @@ from tests.modeling.test_parity_speculation import REQUESTS, informed
 
 Run = Callable[..., GraphOutput | None]
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 REPLAYS: Counter[int] = Counter()

@@ -49,7 +49,6 @@ def test_tensors_are_copied_back() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_copy_is_not_overwritten_by_a_later_step() -> None:
     device = torch.device("cuda")
     copies = [HostCopy([to_device(np.full(1000, n), device) * 2]) for n in range(50)]
@@ -57,7 +56,6 @@ def test_a_copy_is_not_overwritten_by_a_later_step() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_buffer_is_not_rewritten_before_it_was_read() -> None:
     staging = TransferBuffer(1 << 20, torch.device("cuda"))
     seen = []

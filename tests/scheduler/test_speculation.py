@@ -1,5 +1,6 @@
 """Drafts: where they come from, what becomes of them, and that they change no token."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -45,16 +46,23 @@ def test_every_story_ends_well_with_drafts(story: Story, heads: int | None) -> N
 
 
 class World:
-    """A scheduler over ranks that sample what a test says."""
+    """A scheduler over ranks that sample, and guess, what a test says."""
 
-    def __init__(self, max_drafting: int = 8) -> None:
-        capacity = Capacity(100, 4, (), 0, 1, 0, 100)
-        limits = Limits(max_draft_tokens=4, max_drafting=max_drafting)
+    def __init__(
+        self,
+        max_drafting: int = 8,
+        max_draft_tokens: int = 4,
+        draft_heads: int | None = None,
+        prompt: Sequence[int] = PROMPT,
+    ) -> None:
+        capacity = Capacity(100, 4, (), 0, 1, 0, 100, draft_heads=draft_heads)
+        limits = Limits(max_draft_tokens=max_draft_tokens, max_drafting=max_drafting)
         self.scheduler = Scheduler(limits, capacity)
+        self._prompt = prompt
 
     def add(self, index: int = 0, sampling: Sampling | None = None, most: int = 30) -> Request:
         stopping = Stopping(most, (99,))
-        request = Request(("r", index), list(PROMPT), sampling or Sampling(), stopping)
+        request = Request(("r", index), list(self._prompt), sampling or Sampling(), stopping)
         self.scheduler.add(request, 0.0)
         return request
 
@@ -63,8 +71,10 @@ class World:
         self.scheduler.check()
         return plan
 
-    def apply(self, plan: StepPlan, *tokens: int) -> list[RequestEvent]:
-        result = StepResult(plan.epoch, plan.step, list(tokens))
+    def apply(
+        self, plan: StepPlan, *tokens: int, guesses: list[list[int]] | None = None
+    ) -> list[RequestEvent]:
+        result = StepResult(plan.epoch, plan.step, list(tokens), guesses=guesses)
         events = self.scheduler.apply(plan, result, 0.0)
         self.scheduler.check()
         return events

@@ -260,3 +260,29 @@ def test_a_description_that_is_too_large(tmp_path: Path) -> None:
         archive.writestr("x/data.pkl", bytes(2**27))
     with pytest.raises(CheckpointError, match=r"its data\.pkl has 134217728 bytes"):
         PickledCheckpoint(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../other.safetensors", "a/../../other.safetensors", "/dev/zero"])
+def test_shards_stay_in_their_folder(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "a"
+    folder.mkdir()
+    save_file({"a": torch.ones(2)}, tmp_path / "other.safetensors")
+    index = json.dumps({"weight_map": {"a": name}})
+    (folder / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(CheckpointError, match=r"outside of its folder|lacks"):
+        open_checkpoint(folder, allow_pickle=False)
+
+
+def test_a_missing_tensor_is_shown_what_there_is(tmp_path: Path) -> None:
+    def missing(*names: str) -> str:
+        save_file({name: torch.ones(2) for name in names}, tmp_path / "model.safetensors")
+        with pytest.raises(CheckpointError) as raised:
+            open_checkpoint(tmp_path, allow_pickle=False).shape("lm_head.weight")
+        return str(raised.value)
+
+    assert "it has _orig_mod.lm_head.weight, ...: complete or rename" in missing(
+        "_orig_mod.lm_head.weight"
+    )
+    assert "it has lm_head.qweight: of quantised weights those of linear maps inside" in missing(
+        "a.weight", "lm_head.qweight"
+    )

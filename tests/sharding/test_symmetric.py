@@ -3,18 +3,21 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
 
 from configs.engine import AllReduce
+from configs.wire.sums import MeasuredSums
 from sharding.all_reduce import (
     AllReduceError,
     correct_dtypes,
+    of_rank_0,
     unreachable,
     with_symmetric_memory,
 )
-from sharding.group import ProcessGroupRanks, TensorParallel, memory_store
+from sharding.group import ProcessGroupRanks, SingleRank, TensorParallel, memory_store
 from sharding.symmetric import DoubleBuffer, Method, SizeTable, Sum, SymmetricRanks
 from tests.checkpoints import write_llama
 from tests.checkpoints_others import write_gpt2, write_gpt_neox
@@ -165,6 +168,28 @@ def test_ranks_that_must_and_cannot_say_why_and_what_to_do() -> None:
         assert "Set all_reduce to auto or nccl" in refused
         assert reason.startswith("nccl (no symmetric memory: two ranks see their GPU")
         assert configured == "nccl (as configured)"
+
+
+def test_all_ranks_sum_as_rank_0_knows() -> None:
+    store = memory_store()
+    known = MeasuredSums([(16, "nccl"), (32, "one-shot")], 4)
+
+    def on_rank(group: TensorParallel) -> MeasuredSums | None:
+        assert isinstance(group, ProcessGroupRanks)
+        return of_rank_0(group, store, known if group.rank == 0 else None)
+
+    assert run_ranks(2, on_rank) == [known, known]
+
+
+def test_what_is_measured_is_what_a_later_group_needs() -> None:
+    table = SizeTable([(64, ONE), (256, NCCL)])
+    ranks = SymmetricRanks(
+        SingleRank(), DoubleBuffer(torch.zeros(64, dtype=torch.uint8)), {}, table
+    )
+    known = ranks.measured
+    assert known == MeasuredSums([(64, "one-shot"), (256, "nccl")], None)
+    again = msgspec.json.decode(msgspec.json.encode(known), type=MeasuredSums)
+    assert [(size, Method(method)) for size, method in again.methods] == list(table.choices)
 
 
 def checked(group: TensorParallel, fault: Callable[[Tensor], None]) -> list[torch.dtype]:

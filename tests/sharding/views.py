@@ -10,7 +10,7 @@ from sharding.group import Summand, TensorParallel
 
 
 @dataclass
-class LoneRank:
+class LoneRank(TensorParallel):
     """For tests that build and never compute: any collective is an error."""
 
     rank: int
@@ -22,12 +22,6 @@ class LoneRank:
 
     def all_gather(self, x: Tensor) -> Tensor:
         raise AssertionError(f"rank {self.rank} of {self.size} is alone")
-
-    def output_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
-        return None
-
-    def summand(self, shape: Sequence[int], dtype: torch.dtype) -> Summand | None:
-        return None
 
 
 class CountedRanks:

@@ -7,17 +7,11 @@ import pytest
 from configs.wire.adapters import AdapterError, AdapterReference, AdapterRefusal, AdapterSource
 from sources.adapters import AdapterSources
 from sources.budget import DownloadBudget
+from tests.clocks import Clock
 from tests.hub_server import HubServer
 from tests.sources.adapter_files import adapter_files, left_over, sources
 
 HOUR_S = 3600.0
-
-
-class Clock:
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def test_an_hours_worth_at_once_and_then_as_it_refills() -> None:

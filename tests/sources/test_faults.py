@@ -2,12 +2,12 @@
 
 import os
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import boto3
 import pytest
 import torch
 from safetensors.torch import load
@@ -15,7 +15,6 @@ from safetensors.torch import load
 from configs.wire.adapters import AdapterError, AdapterReference, AdapterRefusal, AdapterSource
 from sources.adapters import AdapterSources
 from tests.hub_server import HubServer
-from tests.s3_server import s3_server
 from tests.sources.adapter_files import (
     adapter_files,
     fetch,
@@ -43,36 +42,20 @@ class FaultySource:
         return sources(self.root, **self.config, **others)
 
 
-@pytest.fixture(scope="module")
-def endpoint() -> Iterator[str]:
-    with s3_server() as url:
-        yield url
+@pytest.fixture
+def hub(tmp_path: Path, hub: HubServer) -> FaultySource:
+    reference = AdapterReference(AdapterSource.HUB, "acme/sql")
+    put = partial(hub.add, "acme/sql")
+    return FaultySource(tmp_path, reference, put, {"hub_endpoint": hub.url})
 
 
 @pytest.fixture
-def hub(tmp_path: Path) -> Iterator[FaultySource]:
-    with HubServer() as server:
-        yield FaultySource(
-            tmp_path,
-            AdapterReference(AdapterSource.HUB, "acme/sql"),
-            lambda files: server.add("acme/sql", files),
-            {"hub_endpoint": server.url},
-        )
-
-
-@pytest.fixture
-def s3(tmp_path: Path, endpoint: str, monkeypatch: pytest.MonkeyPatch) -> FaultySource:
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-    service = boto3.resource("s3", endpoint_url=endpoint, region_name="us-east-1")
-    bucket = service.create_bucket(Bucket="faults")
-    bucket.objects.delete()
-
+def s3(tmp_path: Path, endpoint: str, bucket: Any) -> FaultySource:
     def put(files: dict[str, bytes]) -> None:
         for name, content in files.items():
             bucket.put_object(Key=f"sql/{name}", Body=content)
 
-    config = {"roots": ["faults"], "endpoint_url": endpoint, "region": "us-east-1"}
+    config = {"roots": [bucket.name], "endpoint_url": endpoint, "region": "us-east-1"}
     return FaultySource(tmp_path, AdapterReference(AdapterSource.S3, "sql"), put, {"s3": config})
 
 

@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,12 +23,6 @@ from tests.sources.adapter_files import (
 
 ROOT = Path(__file__).resolve().parents[2]
 SQL = AdapterReference(AdapterSource.HUB, "acme/sql")
-
-
-@pytest.fixture
-def hub() -> Iterator[HubServer]:
-    with HubServer() as server:
-        yield server
 
 
 @pytest.fixture

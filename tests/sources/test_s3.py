@@ -1,12 +1,10 @@
 """Against a real S3 server process (moto's): roots are walls, ETags are versions, faults pass."""
 
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import boto3
 import pytest
 
 from configs.adapters import S3Config
@@ -14,7 +12,7 @@ from configs.wire.adapters import AdapterError, AdapterReference, AdapterRefusal
 from sources.adapters import AdapterSources
 from sources.base import Unreachable
 from sources.catalogue import CatalogueListing
-from tests.s3_server import FaultyS3, s3_server
+from tests.s3_server import FaultyS3
 from tests.sources.adapter_files import (
     adapter_files,
     fetch,
@@ -22,24 +20,6 @@ from tests.sources.adapter_files import (
     refusal,
     sources,
 )
-
-
-@pytest.fixture(scope="module")
-def endpoint() -> Iterator[str]:
-    with s3_server() as url:
-        yield url
-
-
-@pytest.fixture
-def bucket(endpoint: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Any:
-    """A new bucket; credentials come as boto3 finds them."""
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-    service = boto3.resource("s3", endpoint_url=endpoint, region_name="us-east-1")
-    name = re.sub(r"[^a-z0-9]+", "-", request.node.name)[-40:].strip("-")
-    bucket = service.Bucket(name)
-    bucket.create()
-    return bucket
 
 
 def put(bucket: Any, prefix: str, files: dict[str, bytes]) -> None:

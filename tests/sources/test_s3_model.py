@@ -1,11 +1,8 @@
 """Base models against a real S3 server process (moto's): versions, broken downloads, silence."""
 
-import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import boto3
 import pytest
 from pydantic import ValidationError
 
@@ -13,25 +10,14 @@ from configs.model import ModelConfig
 from deployments.commands.check_config import model_fault
 from sources.model import ModelNotFound, fetch_model, fetch_model_config
 from tests.house import ROOT
-from tests.s3_server import FaultyS3, s3_server
+from tests.s3_server import FaultyS3
 
 DEMO = {path.name: path.read_bytes() for path in (ROOT / "configs/demo/model").iterdir()}
 
 
-@pytest.fixture(scope="module")
-def endpoint() -> Iterator[str]:
-    with s3_server() as url:
-        yield url
-
-
 @pytest.fixture
-def bucket(endpoint: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Any:
-    """A new bucket with the demo's model under models/demo; credentials as boto3 finds them."""
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-    service = boto3.resource("s3", endpoint_url=endpoint, region_name="us-east-1")
-    bucket = service.Bucket(re.sub(r"[^a-z0-9]+", "-", request.node.name)[-40:].strip("-"))
-    bucket.create()
+def bucket(bucket: Any) -> Any:
+    """The bucket with the demo's model under models/demo."""
     others = {"notes.txt": b"", "model.py": b"", "deep/config.json": b""}
     for name, content in {**DEMO, **others}.items():
         bucket.put_object(Key=f"models/demo/{name}", Body=content)

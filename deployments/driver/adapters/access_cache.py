@@ -67,6 +67,10 @@ class AccessCache:
             return None
         return self._found.get(reference)
 
+    def knows(self, reference: AdapterReference, caller: Caller) -> bool:
+        """Whether the source has granted this caller the adapter, however long ago."""
+        return self._access(reference, caller) is not None
+
     def confirmed(self, reference: AdapterReference, caller: Caller) -> FoundAdapter | None:
         """What the caller may use while the source is unreachable; valid until the next try."""
         now = self._clock()

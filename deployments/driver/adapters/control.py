@@ -1,13 +1,11 @@
 """Admin commands about one driver's adapters; on the replica's event loop."""
 
 import contextlib
-import json
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from configs.reading import read_text
+from configs.reading import read_object
 from configs.wire.adapters import (
     AdapterError,
     AdapterKey,
@@ -301,8 +299,8 @@ def _rank(adapter: FetchedAdapter) -> int | None:
 
 def _rank_in(folder: str) -> int | None:
     try:
-        config: Any = json.loads(read_text(Path(folder) / CONFIG_NAME, MAX_CONFIG_BYTES))
+        config = read_object(Path(folder) / CONFIG_NAME, MAX_CONFIG_BYTES)
         ranks = [config.get("r"), *(config.get("rank_pattern") or {}).values()]
-    except (OSError, ValueError, AttributeError, RecursionError):
+    except (OSError, ValueError, AttributeError):
         return None
     return max((rank for rank in ranks if isinstance(rank, int)), default=None)

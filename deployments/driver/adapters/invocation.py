@@ -1,10 +1,8 @@
 """What the driver must know of an activated adapter (aLoRA): the tokens that invoke it."""
 
-import json
 from pathlib import Path
-from typing import Any
 
-from configs.reading import read_text
+from configs.reading import read_object
 from configs.wire.adapters import MAX_INVOCATION, AdapterRefusal
 from sources.base import CONFIG_NAME, MAX_CONFIG_BYTES, refuse
 
@@ -18,15 +16,14 @@ def invocation_of(folder: Path) -> tuple[int, ...]:
     AdapterError where the file cannot be read: () would activate the adapter everywhere.
     """
     try:
-        config: Any = json.loads(read_text(folder / CONFIG_NAME, MAX_CONFIG_BYTES))
-        tokens = config.get(FIELD) or []
+        tokens = read_object(folder / CONFIG_NAME, MAX_CONFIG_BYTES).get(FIELD) or []
     except OSError as error:
         refuse(
             AdapterRefusal.UNAVAILABLE,
             f"{CONFIG_NAME} cannot be read: {error.strerror or error}; try again",
             error,
         )
-    except (ValueError, AttributeError, RecursionError):
+    except ValueError:
         return ()
     is_right = isinstance(tokens, list) and all(type(each) is int for each in tokens)
     return tuple(tokens) if is_right and len(tokens) <= MAX_INVOCATION else ()

@@ -1,8 +1,9 @@
 """Calls to adapter sources, in threads: the present version of a name, and its files.
 
-Lookups in local folders, reading and hashing, lookups at remote sources, and downloads have pools
-of their own, so that none delays another. A local call that hangs (on a mount that does not
-respond) does not prevent the next one from starting.
+Lookups in local folders, reading and hashing, lookups of new names at remote sources, those of
+known names, and downloads have pools of their own, so that none delays another: a flood of names
+that do not exist delays new names alone. A local call that hangs (on a mount that does not respond)
+does not prevent the next one from starting.
 """
 
 import contextlib
@@ -74,6 +75,7 @@ class Lookups:
         self._fetching: dict[AdapterReference, str] = {}
         self._local_names: list[str] = []
         self._looking = BlockingCalls("look", _LOOKING_THREADS)
+        self._rechecking = BlockingCalls("recheck", _LOOKING_THREADS)
         patience_s = config.look_timeout_s
         self._local = BlockingCalls("stat", _LOOKING_THREADS, patience_s, _HANGING_THREADS)
         patience_s = _READING_PATIENCE_S
@@ -83,7 +85,9 @@ class Lookups:
     def close(self) -> None:
         """Do not wait for running calls: the replica ends."""
         self.sources.close()
-        for calls in (self._looking, self._local, self._reading, self._downloading):
+        for calls in (
+            self._looking, self._rechecking, self._local, self._reading, self._downloading
+        ):  # fmt: skip
             calls.close()
 
     def caller(self, token: Token) -> Caller:
@@ -213,9 +217,14 @@ class Lookups:
         self, reference: AdapterReference, token: Token, caller: Caller
     ) -> FoundAdapter:
         """The version that the source names; the last known one if it is unreachable."""
-        calls = self._local if reference.source is AdapterSource.LOCAL else self._looking
+        look = partial(self.sources.resolve, reference, token)
         try:
-            found = await calls.run(partial(self.sources.resolve, reference, token))
+            if reference.source is AdapterSource.LOCAL:
+                found = await self._local.run(look)
+            elif self._access_cache.knows(reference, caller):
+                found = await self._rechecking.run(look)
+            else:
+                found = await self._looking.run(partial(self._if_wanted, reference, caller, look))
         except Unreachable as error:
             recent = self._access_cache.confirmed(reference, caller)
             if recent is None:
@@ -230,6 +239,15 @@ class Lookups:
         if found.lasting:
             self._access_cache.record(reference, caller, found)
         return found
+
+    def _if_wanted(
+        self, reference: AdapterReference, caller: Caller, look: Callable[[], FoundAdapter]
+    ) -> FoundAdapter:
+        """Look a new name up, unless all callers have left while it waited for a thread."""
+        if not self._flights.is_wanted((reference, caller)):
+            message = f"adapter {reference.id!r}: its lookup was given up: try again"
+            raise AdapterError(AdapterRefusal.UNAVAILABLE, message)
+        return look()
 
 
 def _overdue(reference: AdapterReference) -> Overdue:

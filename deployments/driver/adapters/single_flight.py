@@ -14,10 +14,11 @@ class Late(Exception):
     """The work took too long; it goes on for other callers, and for the next call."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Flight:
     task: "asyncio.Task[Any]"
     since: float
+    callers: int = 0
 
 
 class SingleFlight:
@@ -39,13 +40,22 @@ class SingleFlight:
             flight = _Flight(asyncio.ensure_future(work()), loop.time())
             self._pending[key] = flight
             flight.task.add_done_callback(partial(self._done, key))
-        if patience_s is not None:
-            left = flight.since + patience_s - loop.time()
-            done, _ = await asyncio.wait({flight.task}, timeout=max(0.0, left))
-            if not done:
-                raise Late
-        result: T = await asyncio.shield(flight.task)
-        return result
+        flight.callers += 1
+        try:
+            if patience_s is not None:
+                left = flight.since + patience_s - loop.time()
+                done, _ = await asyncio.wait({flight.task}, timeout=max(0.0, left))
+                if not done:
+                    raise Late
+            result: T = await asyncio.shield(flight.task)
+            return result
+        finally:
+            flight.callers -= 1
+
+    def is_wanted(self, key: Hashable) -> bool:
+        """Whether a caller waits for this work; threads may ask too."""
+        flight = self._pending.get(key)
+        return flight is not None and flight.callers > 0
 
     def _done(self, key: Hashable, task: "asyncio.Task[Any]") -> None:
         del self._pending[key]

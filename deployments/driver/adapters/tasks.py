@@ -3,13 +3,11 @@
 An adapter's task is in its adapter_config.json: SEQ_CLS adapters bring a classification head.
 """
 
-import json
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
 
 from configs.architectures.select import model_task
-from configs.reading import read_text
+from configs.reading import read_object
 from configs.wire.adapters import AdapterError, AdapterKey
 from configs.wire.sampling import Pooling
 from configs.wire.tasks import TaskKind
@@ -84,7 +82,7 @@ class AdapterTasks:
 
 def _classifies(folder: str) -> bool:
     try:
-        config: Any = json.loads(read_text(Path(folder) / CONFIG_NAME, MAX_CONFIG_BYTES))
+        config = read_object(Path(folder) / CONFIG_NAME, MAX_CONFIG_BYTES)
         return bool(config.get("task_type") == _CLASSIFIES)
-    except (OSError, ValueError, AttributeError, RecursionError):
+    except (OSError, ValueError):
         return False

@@ -1,5 +1,7 @@
 """Middleware that checks the API key before the request's body is read."""
 
+from dataclasses import replace
+
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -48,6 +50,8 @@ class KeyGate:
                 return Grant(patterns=())
             message = "no valid API key: send one as `Authorization: Bearer …` or `x-api-key`"
             raise RequestError(ErrorKind.UNAUTHORIZED, message)
+        if grant.admin and not grant.known and self._keys.is_from_elsewhere(request):
+            grant = replace(grant, admin=False)
         if not reads:
             grant.quota.count_request()
         return grant

@@ -4,6 +4,7 @@ import hashlib
 import hmac
 from dataclasses import dataclass, field, replace
 from ipaddress import ip_address
+from urllib.parse import urlsplit
 
 import msgspec
 from starlette.requests import HTTPConnection
@@ -21,8 +22,8 @@ _SALT_BYTES = 16
 
 _NO_ADMIN = (
     "this needs the admin key: send it as `Authorization: Bearer …`. On a server without one it is "
-    "off, unless http_options.host is 127.0.0.1: set api.admin_key, or api.admin: open where only "
-    "administrators can reach the port"
+    "off, unless http_options.host is 127.0.0.1 and the request is sent there, by no other site's "
+    "page: set api.admin_key, or api.admin: open where only administrators can reach the port"
 )
 
 
@@ -79,6 +80,8 @@ class Keys:
         ]
         has_keys = config.admin_key is not None or self._required
         self._open = config.admin is AdminAccess.OPEN or (loopback and not has_keys)
+        self._only_loopback = config.admin is not AdminAccess.OPEN
+        self._trusted_origins = frozenset(config.cors_allow_origin)
         if config.admin_key is not None:
             self._grants.append(
                 (_digest(config.admin_key), Grant("admin", True, admin=True, cache_group="admin"))
@@ -96,6 +99,21 @@ class Keys:
             # If two keys have the same secret, the admin's is last and permits more.
             return matches[-1]
         return None if self._required else Grant(admin=self._open)
+
+    def is_from_elsewhere(self, request: HTTPConnection) -> bool:
+        """Whether the page of another site sent this; it needs no key to reach a visitor's machine.
+
+        Browsers name the page's site in every POST. A page whose own name leads to this machine is
+        recognised by that name, as long as the server listens on loopback.
+        """
+        host, origin = request.headers.get("host", ""), request.headers.get("origin")
+        try:
+            name, site = urlsplit(f"//{host}").hostname, urlsplit(origin or "").netloc
+        except ValueError:
+            return True
+        if origin is not None and site != host and origin not in self._trusted_origins:
+            return True
+        return self._only_loopback and not is_loopback(name)
 
     def of_batch(self, name: str) -> Grant | None:
         """The permissions of a batch of the key with this name; None if there is no such key."""

@@ -8,6 +8,7 @@ from configs.wire.adapters import AdapterReference, AdapterSource
 from configs.wire.merging import MergeRule, MergeStrategy, SignMethod
 from deployments.contract import EngineInfo
 from deployments.ingress.adapter_names.references import model_reference, parse_source
+from deployments.ingress.http.body_lists import Items
 from deployments.ingress.http.errors import invalid
 from deployments.ingress.http.unicode import Unicode
 
@@ -22,8 +23,8 @@ class MergedAdapters(BaseModel):
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False, extra="ignore")
 
-    ids: list[Annotated[Unicode, Field(max_length=1024)]] = Field([], max_length=_MAX_PARTS)
-    weights: list[float] = Field([], max_length=_MAX_PARTS)
+    ids: Items[Annotated[Unicode, Field(max_length=1024)]] = Field([], max_length=_MAX_PARTS)
+    weights: Items[float] = Field([], max_length=_MAX_PARTS)
     merge_strategy: MergeStrategy | None = None
     density: float | None = None
     majority_sign_method: SignMethod | None = None

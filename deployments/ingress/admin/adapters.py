@@ -31,6 +31,7 @@ from deployments.engine_commands import EngineCommand
 from deployments.ingress.access.keys import require
 from deployments.ingress.adapter_names.references import full_name, parse_source
 from deployments.ingress.generation.engine import EngineClient
+from deployments.ingress.http.body_lists import Closed
 from deployments.ingress.http.errors import RequestError, invalid
 from deployments.ingress.http.responses import json_response
 from deployments.ingress.http.unicode import Unicode
@@ -96,8 +97,8 @@ class AdaptersReply(TypedDict):
     data: list[AdapterReply]
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", title="AdapterCommand")
+class _Body(Closed):
+    model_config = ConfigDict(title="AdapterCommand")
 
 
 class LoadBody(_Body):

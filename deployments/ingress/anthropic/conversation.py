@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from deployments.ingress.http.body_lists import Items
 from deployments.ingress.http.errors import RequestError, invalid
 from deployments.ingress.http.unicode import Unicode
 from deployments.ingress.requests.request_fields import NO_SUCH
@@ -25,7 +26,7 @@ class Block(BaseModel):
     name: Unicode | None = None
     input: dict[str, Any] | None = None
     tool_use_id: Unicode | None = None
-    content: "Unicode | list[Block] | None" = None
+    content: "Unicode | Items[Block] | None" = None
     is_error: bool | None = None
 
 
@@ -35,7 +36,7 @@ class MessageInput(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     role: Literal["user", "assistant", "system"]
-    content: Unicode | list[Block]
+    content: Unicode | Items[Block]
 
     @property
     def blocks(self) -> Sequence[Block]:

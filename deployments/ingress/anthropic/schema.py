@@ -12,6 +12,7 @@ from deployments.ingress.anthropic.conversation import (
 )
 from deployments.ingress.anthropic.fields import IGNORED, NAMES, REFUSED, THREADLESS
 from deployments.ingress.anthropic.tool_fields import ToolChoiceInput, ToolInput, chat_choice
+from deployments.ingress.http.body_lists import Closed, Items
 from deployments.ingress.http.errors import invalid
 from deployments.ingress.http.unicode import Unicode
 from deployments.ingress.requests.conversations import SWITCHES
@@ -31,29 +32,25 @@ class ContextFillingChat(ChatBody):
         return True
 
 
-class Thinking(BaseModel):
+class Thinking(Closed):
     """Whether the model thinks before it answers; budget_tokens: a hint, which is not enforced."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: int | None = Field(None, ge=_SMALLEST_BUDGET)
     display: Literal["summarized", "omitted"] | None = None
 
 
-class OutputFormat(BaseModel):
+class OutputFormat(Closed):
     """The schema of the answer."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+    model_config = ConfigDict(populate_by_name=True)
 
     type: Literal["json_schema"]
     json_schema: dict[str, Any] = Field(alias="schema")
 
 
-class OutputConfig(BaseModel):
+class OutputConfig(Closed):
     """The form of the answer, and the effort for it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
@@ -68,9 +65,9 @@ class CountTokensBody(BaseModel):
     model_config = ConfigDict(frozen=True, allow_inf_nan=False, extra="allow")
 
     model: Unicode = Field(max_length=1024)
-    messages: list[MessageInput] = Field(min_length=1)
-    system: Unicode | list[Block] | None = None
-    tools: list[ToolInput] | None = None
+    messages: Items[MessageInput] = Field(min_length=1)
+    system: Unicode | Items[Block] | None = None
+    tools: Items[ToolInput] | None = None
     tool_choice: ToolChoiceInput | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -146,7 +143,7 @@ class MessagesBody(CountTokensBody):
     temperature: float | None = Field(None, ge=0)
     top_p: float | None = Field(None, ge=0, le=1)
     top_k: int | None = Field(None, ge=-1)
-    stop_sequences: list[Unicode] | None = None
+    stop_sequences: Items[Unicode] | None = None
     stream: bool | None = None
 
     def _chat(self, variables: object) -> dict[str, Any]:

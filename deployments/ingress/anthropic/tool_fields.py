@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from deployments.ingress.http.body_lists import Closed
 from deployments.ingress.http.errors import invalid
 from deployments.ingress.http.unicode import Unicode
 from deployments.ingress.requests.request_fields import NO_SUCH
@@ -47,10 +48,8 @@ class ToolInput(BaseModel):
         return {"type": "function", "function": given}
 
 
-class ToolChoiceInput(BaseModel):
+class ToolChoiceInput(Closed):
     """Whether a tool must be called, and which; without parallel use, at most one is."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     type: Literal["auto", "any", "tool", "none"]
     name: Unicode | None = None

@@ -1,6 +1,8 @@
 """Limits on requests. They are checked before parsing, which blocks the event loop."""
 
 import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import accumulate, compress, islice
 from operator import xor
 
@@ -9,16 +11,22 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from deployments.contract import ErrorKind
 from deployments.ingress.http.error_responses import error_response, status_response
-from deployments.ingress.http.errors import invalid
+from deployments.ingress.http.errors import RequestError, invalid
 
-_MARKS = b'"[]{}'
+_MARKS = b'"[]{}:'
 _OTHERS = bytes(byte for byte in range(256) if byte not in _MARKS)
 _QUOTES = bytes(byte == ord('"') for byte in range(256))
 # An opening bracket adds a level, a closing one subtracts it (255 is -1 in eight bits).
-_LEVELS = bytes.maketrans(_MARKS, b"\x00\x01\xff\x01\xff")
+_LEVELS = bytes.maketrans(_MARKS, b"\x00\x01\xff\x01\xff\x00")
 
 _WITHOUT_BODY = frozenset({"GET", "HEAD", "OPTIONS"})
+# Of a body's objects together. Each field costs about 1 us and 100 bytes.
+_FIELDS_AN_OBJECT = 10
+# A body of fewer bytes is read however many are open: most are.
+_SMALL = 65_536
+_RETRY_S = 5.0
 
 
 class HeadAsGet:
@@ -64,11 +72,38 @@ class HeaderLimit:
         return len(headers) <= self._max_headers and total <= self._max_bytes
 
 
+class OpenBodies:
+    """Counts the bytes of bodies from their arrival to the end of their requests.
+
+    A request keeps its body and what was parsed of it until it ends.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._bytes = 0
+
+    @contextmanager
+    def one(self) -> Iterator[Callable[[int], bool]]:
+        """A function that counts bytes of one body, and returns whether there is room for them."""
+        own = 0
+
+        def has_room_for(count: int) -> bool:
+            nonlocal own
+            own += count
+            self._bytes += count
+            return own <= _SMALL or self._bytes <= self._max_bytes
+
+        try:
+            yield has_room_for
+        finally:
+            self._bytes -= own
+
+
 class BodyLimit:
     """Reads a whole body before it is parsed, and refuses one over a limit.
 
     413: longer than max_bytes, whatever its Content-Length. 408: not complete after `seconds`. 415:
-    compressed.
+    compressed. 429: the bodies of all open requests have more than max_open_bytes.
     Bad input: arrays and objects nested deeper than max_depth, more than max_objects of them, or a
     body that is not UTF-8.
     """
@@ -77,6 +112,7 @@ class BodyLimit:
         self,
         app: ASGIApp,
         max_bytes: int,
+        max_open_bytes: int,
         max_depth: int,
         max_objects: int,
         seconds: float,
@@ -85,6 +121,8 @@ class BodyLimit:
         """streamed: paths of routes that read and limit their bodies themselves."""
         self._app = app
         self._max_bytes = max_bytes
+        # One body of the largest size has room at least.
+        self._open = OpenBodies(max(max_open_bytes, max_bytes))
         self._max_depth = max_depth
         self._max_objects = max_objects
         self._seconds = seconds
@@ -95,14 +133,28 @@ class BodyLimit:
         if scope["type"] != "http" or scope["method"] in _WITHOUT_BODY or self._is_streamed(scope):
             await self._app(scope, receive, send)
             return
+        with self._open.one() as has_room_for:
+            await self._serve(scope, receive, send, has_room_for)
+
+    async def _serve(
+        self, scope: Scope, receive: Receive, send: Send, has_room_for: Callable[[int], bool]
+    ) -> None:
         request = Request(scope)
+        announced = request.headers.get("content-length", "")
+        if announced.isdecimal() and int(announced) > self._max_bytes:
+            # Not read, so that a client which waits for `100 Continue` sends nothing.
+            await self._too_long(request)(scope, receive, send)
+            return
         try:
             async with asyncio.timeout(self._seconds):
-                body = await self._read(receive)
+                body = await self._read(receive, has_room_for)
         except TimeoutError:
             message = f"the body did not come within {self._seconds:g} s"
             reply = status_response(request, 408, message, {"Connection": "close"})
             await reply(scope, receive, send)
+            return
+        except RequestError as error:
+            await error_response(request, error)(scope, receive, send)
             return
         if body is None:
             return
@@ -116,21 +168,28 @@ class BodyLimit:
         path: str = scope["path"]
         return path.removeprefix(scope.get("root_path", "")) in self._streamed
 
-    async def _read(self, receive: Receive) -> bytes | None:
+    async def _read(self, receive: Receive, has_room_for: Callable[[int], bool]) -> bytes | None:
         """The body, or a bit more than max_bytes of it; None if the client has left."""
         body = bytearray()
         while len(body) <= self._max_bytes:
             message = await receive()
             if message["type"] == "http.disconnect":
                 return None
-            body += message.get("body", b"")
+            part = message.get("body", b"")
+            if not has_room_for(len(part)):
+                text = "too many large requests are open: try again, or send a shorter one"
+                raise RequestError(ErrorKind.OVERLOADED, text, retry_after_s=_RETRY_S)
+            body += part
             if not message.get("more_body", False):
                 break
         return bytes(body)
 
+    def _too_long(self, request: Request) -> Response:
+        return status_response(request, 413, f"the body is longer than {self._max_bytes} bytes")
+
     def _refusal(self, request: Request, body: bytes) -> Response | None:
         if len(body) > self._max_bytes:
-            return status_response(request, 413, f"the body is longer than {self._max_bytes} bytes")
+            return self._too_long(request)
         if request.headers.get("content-encoding", "").lower() not in ("", "identity"):
             message = "compressed bodies are not read: send it without Content-Encoding"
             return status_response(request, 415, message)
@@ -138,9 +197,11 @@ class BodyLimit:
             # UTF-16 has zero bytes; its other bytes would look like brackets and quotes.
             return error_response(request, invalid("the body must be JSON in UTF-8"))
         # The common case is cheap: so few brackets, in strings or not, can break neither limit.
-        if body.count(b"[") + body.count(b"{") <= min(self._max_depth, self._max_objects):
+        max_fields = _FIELDS_AN_OBJECT * self._max_objects
+        few = body.count(b"[") + body.count(b"{") <= min(self._max_depth, self._max_objects)
+        if few and body.count(b":") <= max_fields:
             return None
-        depth, objects = nesting(body)
+        depth, objects, fields = nesting(body)
         if depth > self._max_depth:
             message = f"the body's arrays and objects lie more than {self._max_depth} deep"
             return error_response(request, invalid(message))
@@ -150,6 +211,9 @@ class BodyLimit:
                 f"the body has {objects} arrays and objects (messages, content parts, tools, "
                 f"prompts); at most {self._max_objects} are read"
             )
+            return error_response(request, invalid(message))
+        if fields > max_fields:
+            message = f"the body's objects have {fields} fields; at most {max_fields} are read"
             return error_response(request, invalid(message))
         return None
 
@@ -190,8 +254,8 @@ def replaying(body: bytes, receive: Receive) -> Receive:
     return replay
 
 
-def nesting(body: bytes) -> tuple[int, int]:
-    """The deepest level of a body's arrays and objects, and their number.
+def nesting(body: bytes) -> tuple[int, int, int]:
+    """The deepest level of a body's arrays and objects, their number, and that of all fields.
 
     Each pass over the body runs in C, so a hostile body costs little more than a normal one.
     """
@@ -199,5 +263,7 @@ def nesting(body: bytes) -> tuple[int, int]:
     # Two adjacent quotes change nothing about what is inside or outside of strings.
     marks = unescaped.translate(None, delete=_OTHERS).replace(b'""', b"")
     outside = islice(accumulate(marks.translate(_QUOTES), xor, initial=1), 1, None)
-    steps = bytes(compress(marks.translate(_LEVELS), outside))
-    return max(accumulate(memoryview(steps).cast("b")), default=0), steps.count(1)
+    kept = bytes(compress(marks, outside))
+    steps = kept.translate(_LEVELS)
+    deepest = max(accumulate(memoryview(steps).cast("b")), default=0)
+    return deepest, steps.count(1), kept.count(b":")

@@ -9,6 +9,7 @@ from configs.wire.sampling import LARGEST_TOP_K, Sampling
 from deployments.contract import EngineInfo
 from deployments.ingress.adapter_names.merges import MergedAdapters, check_merge
 from deployments.ingress.generation.engine import IngressSettings
+from deployments.ingress.http.body_lists import Items
 from deployments.ingress.http.errors import RequestError, invalid
 from deployments.ingress.http.unicode import Unicode
 from deployments.ingress.structured.schemas import ResponseFormat
@@ -61,7 +62,7 @@ class GenerateParameters(_Body):
     max_new_tokens: int | None = None
     ignore_eos_token: bool = False
     return_full_text: bool | None = None
-    stop: list[Unicode] = []
+    stop: Items[Unicode] = []
     truncate: int | None = None
     watermark: bool = False
     details: bool = False

@@ -5,13 +5,14 @@ from collections.abc import Callable
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Request
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from starlette.responses import Response
 
 from deployments.ingress.access.keys import grant_of
 from deployments.ingress.batches.lines import ENDPOINTS
 from deployments.ingress.batches.records import BatchRecord
 from deployments.ingress.batches.store import BatchStore, owner_of
+from deployments.ingress.http.body_lists import Closed, at_most
 from deployments.ingress.http.errors import invalid
 from deployments.ingress.http.responses import json_response
 from deployments.ingress.http.unicode import Unicode
@@ -21,26 +22,23 @@ from deployments.ingress.openai.pages import page
 _WINDOW_SECONDS = 86_400
 _Key = Annotated[Unicode, Field(max_length=64)]
 _Value = Annotated[Unicode, Field(max_length=512)]
+_Metadata = Annotated[dict[_Key, _Value], Field(max_length=16), at_most(16)]
 
 
-class OutputExpiresAfter(BaseModel):
+class OutputExpiresAfter(Closed):
     """For how long a batch's output is kept."""
-
-    model_config = ConfigDict(extra="forbid")
 
     anchor: Unicode
     seconds: int
 
 
-class BatchBody(BaseModel):
+class BatchBody(Closed):
     """POST /v1/batches."""
-
-    model_config = ConfigDict(extra="forbid")
 
     input_file_id: Unicode
     endpoint: Unicode
     completion_window: Literal["24h"]
-    metadata: dict[_Key, _Value] | None = Field(None, max_length=16)
+    metadata: _Metadata | None = None
     output_expires_after: OutputExpiresAfter | None = None
 
 

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -14,6 +14,7 @@ from pydantic import (
     field_validator,
 )
 
+from deployments.ingress.http.body_lists import Items, at_most
 from deployments.ingress.http.errors import invalid
 from deployments.ingress.http.unicode import Unicode, is_encodable
 from deployments.ingress.requests.renaming import malformed_chat
@@ -28,6 +29,9 @@ _LOGPROBS = "message.output_text.logprobs"
 # The values of `include` that are accepted. There is no reasoning to encrypt.
 _INCLUDED = frozenset({_LOGPROBS, "reasoning.encrypted_content"})
 _TEXT_PARTS = frozenset({"input_text", "output_text", "text"})
+
+# As many as OpenAI allows.
+_MAX_METADATA = 16
 
 NAMES = {
     "messages": "input",
@@ -56,11 +60,11 @@ class InputItem(BaseModel):
 
     type: Unicode | None = None
     role: Unicode | None = None
-    content: Unicode | list[InputPart] | None = None
+    content: Unicode | Items[InputPart] | None = None
     call_id: Unicode | None = None
     name: Unicode | None = None
     arguments: Unicode | None = None
-    output: Unicode | list[InputPart] | None = None
+    output: Unicode | Items[InputPart] | None = None
 
 
 class TextConfig(BaseModel):
@@ -86,21 +90,21 @@ class ResponsesBody(BaseModel):
     model_config = ConfigDict(frozen=True, allow_inf_nan=False, extra="allow")
 
     model: Unicode = Field(max_length=1024)
-    input: Unicode | list[InputItem]
+    input: Unicode | Items[InputItem]
     instructions: Unicode | None = None
     max_output_tokens: PositiveInt | None = None
     temperature: float | None = Field(None, ge=0)
     top_p: float | None = Field(None, ge=0, le=1)
     text: TextConfig | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Items[dict[str, Any]] | None = None
     tool_choice: Unicode | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    include: list[Unicode] | None = None
+    include: Items[Unicode] | None = None
     top_logprobs: NonNegativeInt | None = None
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
     store: bool | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str], at_most(_MAX_METADATA)] | None = None
     reasoning: Reasoning | None = None
 
     @field_validator("text", "tools", "tool_choice", "metadata")

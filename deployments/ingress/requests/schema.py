@@ -6,6 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, 
 
 from configs.wire.sampling import LARGEST_TOP_K, MAX_ALLOWED_IDS, MAX_LOGIT_BIAS, Sampling, Stopping
 from deployments.ingress.adapter_names.merges import MergedAdapters
+from deployments.ingress.http.body_lists import Items, at_most
 from deployments.ingress.http.errors import invalid
 from deployments.ingress.http.unicode import Unicode, is_encodable
 from deployments.ingress.requests.request_fields import refuse_others
@@ -23,6 +24,9 @@ _MAX_STOP_IDS = 256
 _MAX_BAD_WORDS = 64
 _BadWord = Annotated[Unicode, Field(min_length=1, max_length=256)]
 _Bias = Annotated[float, Field(ge=-100, le=100)]
+_Biases = Annotated[
+    dict[NonNegativeInt, _Bias], Field(max_length=MAX_LOGIT_BIAS), at_most(MAX_LOGIT_BIAS)
+]
 
 # The types of `prompt`, for /openapi.json.
 PromptInput = str | list[str] | list[int] | list[list[int]]
@@ -50,19 +54,19 @@ class _Body(Constrainable):
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, gt=0)
-    logit_bias: dict[NonNegativeInt, _Bias] | None = Field(None, max_length=MAX_LOGIT_BIAS)
+    logit_bias: _Biases | None = None
     watermark: bool | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
-    stop: Unicode | list[Unicode] | None = None
+    stop: Unicode | Items[Unicode] | None = None
     n: PositiveInt | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    stop_token_ids: list[NonNegativeInt] | None = Field(None, max_length=_MAX_STOP_IDS)
+    stop_token_ids: Items[NonNegativeInt] | None = Field(None, max_length=_MAX_STOP_IDS)
     ignore_eos: bool | None = None
     ignore_eos_token: bool | None = None
     include_stop_str_in_output: bool | None = None
-    bad_words: list[_BadWord] | None = Field(None, max_length=_MAX_BAD_WORDS)
-    allowed_token_ids: list[NonNegativeInt] | None = Field(None, max_length=MAX_ALLOWED_IDS)
+    bad_words: Items[_BadWord] | None = Field(None, max_length=_MAX_BAD_WORDS)
+    allowed_token_ids: Items[NonNegativeInt] | None = Field(None, max_length=MAX_ALLOWED_IDS)
     truncate_prompt_tokens: int | None = Field(None, ge=-1)
     truncation_side: Literal["left", "right"] | None = None
     skip_special_tokens: bool | None = None
@@ -211,9 +215,9 @@ class Message(AsWritten):
     model_config = ConfigDict(extra="allow")
 
     role: Unicode
-    content: Unicode | list[ContentPart] | None = None
+    content: Unicode | Items[ContentPart] | None = None
     name: Unicode | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Items[ToolCall] | None = None
     tool_call_id: Unicode | None = None
     function_call: CalledFunction | None = None
 
@@ -237,11 +241,11 @@ class ChatBody(_Body, ToolFields):
     separate_reasoning: false leaves it in the text, with the model's own marks.
     """
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Items[Message] = Field(min_length=1)
     max_completion_tokens: PositiveInt | None = None
     logprobs: bool | None = None
     top_logprobs: NonNegativeInt | None = None
-    documents: list[dict[str, Any]] | None = None
+    documents: Items[dict[str, Any]] | None = None
     reasoning_effort: Unicode | None = None
     include_reasoning: bool | None = None
     separate_reasoning: bool | None = None

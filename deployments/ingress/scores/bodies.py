@@ -13,12 +13,13 @@ from pydantic import (
     field_validator,
 )
 
+from deployments.ingress.http.body_lists import Items
 from deployments.ingress.http.unicode import Unicode
 from deployments.ingress.lorax.schema import GenerateParameters, GenerateRequestBody
 from deployments.ingress.prompts import PromptBody
 from deployments.ingress.requests.schema import PromptInput, prompts_of
 
-Texts = Unicode | list[Unicode]
+Texts = Unicode | Items[Unicode]
 
 
 class _Scored(PromptBody):
@@ -62,7 +63,7 @@ class ClassifyBatchBody(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
-    inputs: list[Unicode]
+    inputs: Items[Unicode]
     parameters: GenerateParameters | None = None
 
 
@@ -96,7 +97,7 @@ class RerankBody(_Scored):
     """
 
     query: Unicode
-    documents: list[Unicode | Document]
+    documents: Items[Unicode | Document]
     top_n: NonNegativeInt = 0
     return_documents: bool = True
 

@@ -4,11 +4,13 @@ The process reads the model's tokenizer once and forks for each constraint. The 
 rank will do: it compiles, builds the matcher, and makes some masks over the whole vocabulary.
 """
 
+import json
 import random
 import resource
 import signal
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -27,6 +29,13 @@ _WALK_TOKENS = 24
 _DEAD_END = "NoExtensionBias"
 """The matcher's error where no token fits."""
 
+
+_LARGEST = 2**63 - 1
+"""llguidance cuts the bounds of integers to this; larger literals it writes as floats."""
+
+_LITERALS = frozenset({"const", "enum"})
+_LOWER = frozenset({"minimum", "exclusiveMinimum"})
+_UPPER = frozenset({"maximum", "exclusiveMaximum"})
 
 # Clients cannot set llguidance's option.
 _ONE_OF = (
@@ -96,7 +105,7 @@ def check(tokenizer: "LLTokenizer", data: bytes) -> CompileResult:
     task = msgspec.msgpack.decode(data, type=CompileTask)
     try:
         text = _lark(task.text) if task.foreign else task.text
-        if fault := _warnings(text, task.trusted):
+        if fault := _beyond(text) or _warnings(text, task.trusted):
             return CompileResult(fault=fault)
         _walk(tokenizer, text)
     except ValueError as error:
@@ -117,6 +126,30 @@ def _lark(grammar: str) -> str:
         # The converter has no exception type of its own.
         message = str(fault).strip().split("\n")[0]
         raise ValueError(f"the grammar is not valid GBNF: {message}") from fault
+
+
+def _beyond(text: str) -> str:
+    """Which number of a schema the compiler would change; "" if none."""
+    for name, value in _numbers(json.loads(text)) if text.startswith("{") else ():
+        too_high = name in _LOWER and value >= _LARGEST
+        too_low = name in _UPPER and value <= -_LARGEST
+        if too_high or too_low or (name in _LITERALS and not -(2**63) <= value < 2**64):
+            return f"`{name}` has {value}, which is beyond the integers that can be enforced"
+    return ""
+
+
+def _numbers(schema: object) -> Iterator[tuple[str, Any]]:
+    """The numbers that bound a value in any part of a schema, and the integers of its literals."""
+    waiting: list[tuple[str, object]] = [("", schema)]
+    while waiting:
+        name, part = waiting.pop()
+        if isinstance(part, list):
+            waiting += [(name, each) for each in part]
+        elif isinstance(part, dict):
+            literal = name if name in _LITERALS else None
+            waiting += [(literal or key, each) for key, each in part.items()]
+        elif type(part) is int or (type(part) is float and name not in _LITERALS):
+            yield name, part
 
 
 def _warnings(text: str, trusted: bool) -> str:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from configs.grammars import INSTALL
 from deployments.contract import EngineInfo
 from deployments.ingress.http.errors import RequestError, invalid
-from deployments.ingress.structured.compile_pool import CPU_SECONDS, CompilePool
+from deployments.ingress.structured.compile_pool import CompilePool
 from deployments.ingress.structured.compile_process import CompileResult, CompileTask
 
 MAX_CHARACTERS = 64 * 1024
@@ -49,13 +49,9 @@ UNCONSTRAINED = Constraint()
 
 
 class Compiler:
-    """Checks constraints, and caches the last results, failures too.
+    """Checks constraints, and caches the last results, failures too."""
 
-    cpu_seconds: CPU time for the check of one constraint.
-    """
-
-    def __init__(self, cpu_seconds: float = CPU_SECONDS) -> None:
-        self._cpu_seconds = cpu_seconds
+    def __init__(self) -> None:
         self._pool: CompilePool | None = None
         self._results: dict[bytes, asyncio.Task[CompileResult]] = {}
 
@@ -89,7 +85,7 @@ class Compiler:
     async def check(self, task: CompileTask, info: EngineInfo) -> CompileResult:
         """Check a task in the pool."""
         if self._pool is None:
-            self._pool = CompilePool(info.tokenizer, info.vocab_size, self._cpu_seconds)
+            self._pool = CompilePool(info.tokenizer, info.vocab_size)
         return await self._pool.check(task)
 
     async def _result(self, task: CompileTask, info: EngineInfo) -> CompileResult:

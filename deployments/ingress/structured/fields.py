@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from deployments.ingress.http.body_lists import Items
 from deployments.ingress.http.errors import invalid
 from deployments.ingress.http.unicode import Unicode
 from deployments.ingress.structured.constraints import MAX_CHARACTERS, UNCONSTRAINED, Constraint
@@ -31,7 +32,7 @@ class StructuredOutputs(BaseModel):
 
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     regex: Unicode | None = None
-    choice: list[Unicode] | None = Field(None, max_length=_MAX_CHOICES)
+    choice: Items[Unicode] | None = Field(None, max_length=_MAX_CHOICES)
     grammar: Unicode | None = None
     json_object: bool | None = None
 
@@ -57,7 +58,7 @@ class Constrainable(BaseModel):
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: Unicode | None = None
-    guided_choice: list[Unicode] | None = Field(None, max_length=_MAX_CHOICES)
+    guided_choice: Items[Unicode] | None = Field(None, max_length=_MAX_CHOICES)
     guided_grammar: Unicode | None = None
 
     async def constraint(self) -> Constraint:

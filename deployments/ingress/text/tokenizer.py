@@ -64,14 +64,10 @@ class ModelTokenizer:
         self,
         tokenizer: Tokenizer,
         templates: TemplateSource | None = None,
-        threads: int = 2,
         cleans_up: bool = False,
         refused_strings: Sequence[str] = (),
     ) -> None:
-        """threads: that encode; one more encodes very long texts.
-
-        cleans_up, refused_strings: as in `conversion.Converted`.
-        """
+        """cleans_up, refused_strings: as in `conversion.Converted`."""
         # A saved tokenizer may carry training's truncation and padding.
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -79,7 +75,7 @@ class ModelTokenizer:
         self.templates = templates or TemplateSource()
         self._cleans_up = cleans_up
         self._refused_strings = refused_strings
-        self._threads = BoundedThreads("tokenizer", threads, _MAX_WAITING)
+        self._threads = BoundedThreads("tokenizer", 2, _MAX_WAITING)
         self._long_thread = BoundedThreads("long-texts", 1, _MAX_WAITING)
         added = tokenizer.get_added_tokens_decoder()
         self._added = {id: token.content for id, token in added.items()}

@@ -15,6 +15,7 @@ from pydantic import (
     model_validator,
 )
 
+from deployments.ingress.http.body_lists import Items
 from deployments.ingress.http.errors import invalid
 from deployments.ingress.http.unicode import Unicode
 
@@ -77,7 +78,7 @@ class AllowedTools(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     mode: Literal["auto", "required"]
-    tools: list["ToolChoice"]
+    tools: Items["ToolChoice"]
 
 
 class ToolChoice(BaseModel):
@@ -144,10 +145,10 @@ class Toolbox:
 class ToolFields(BaseModel):
     """A chat request's fields about tools; functions and function_call are the older form."""
 
-    tools: list[Tool] | None = Field(None, max_length=_MAX_TOOLS)
+    tools: Items[Tool] | None = Field(None, max_length=_MAX_TOOLS)
     tool_choice: Unicode | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    functions: list[Function] | None = Field(None, max_length=_MAX_TOOLS)
+    functions: Items[Function] | None = Field(None, max_length=_MAX_TOOLS)
     function_call: Unicode | Named | None = None
 
     @property

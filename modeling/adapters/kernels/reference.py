@@ -12,31 +12,13 @@ from torch import Tensor
 from modeling.adapters.bank import AdapterBank
 from modeling.adapters.product import AdapterData, OutputSlice, TokenGroup
 from modeling.transfer import to_device
-from sharding.linear_weight import LinearWeight
 
 
-class ReferenceBatch:
+class ReferenceBatch(AdapterData):
     """The adapters of one step, grouped once for all layers."""
 
     def __init__(self, groups: Sequence[TokenGroup]) -> None:
         self._groups = tuple(groups)
-
-    def has_product(
-        self, x: Tensor, weight: LinearWeight, targets: tuple[OutputSlice, ...]
-    ) -> bool:
-        """Return False: torch computes base products."""
-        return False
-
-    def product(
-        self,
-        y: Tensor,
-        x: Tensor,
-        weight: LinearWeight,
-        layer: int,
-        targets: tuple[OutputSlice, ...],
-    ) -> None:
-        """Is never called: `has_product` returns False."""
-        raise NotImplementedError
 
     def add(self, y: Tensor, x: Tensor, layer: int, targets: tuple[OutputSlice, ...]) -> None:
         """Add the deltas of `targets` at `layer` to y [tokens, out]; x: [tokens, in].

@@ -36,6 +36,7 @@ from modeling.models.generic.found_norms import find_norms, input_shapes
 from modeling.models.generic.fusions import fuse, undo_rotations
 from modeling.models.generic.linears import replace_linears
 from modeling.models.generic.modules import GenericEmbedding, GenericHead, embedding_scale
+from modeling.models.generic.names import SourceNames
 from modeling.models.generic.reading import read_rest
 from modeling.models.generic.step import (
     ATTENTION,
@@ -52,6 +53,12 @@ from sharding.embedding import ParallelHead, VocabParallelEmbedding
 from sharding.loader import Weights
 
 logger = logging.getLogger("loray.modeling")
+
+NOT_TAKEN = (
+    *(ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RuntimeError),
+    StrictDataclassError,
+)
+"""What transformers' classes raise for values that they do not take."""
 
 ANGLES_ON_HOST = frozenset(("phimoe",))
 """Types of which transformers computes rotary frequencies on the host in each step."""
@@ -74,10 +81,13 @@ class GenericForCausalLM(nn.Module):
         self.num_layers = architecture.num_layers
         self._step = CurrentStep()
         self.causal = _build(architecture, weights.dtype)
-        self.unread = (*self.unread, *_unread(self.causal))
+        self.unread = (*self.unread, *_unread(self.causal), *_unread_layers(architecture))
         # Llama 4 scales queries by positions that it counts itself.
         self._counts_positions = bool(getattr(self.causal.config, "attn_temperature_tuning", False))
         prefix = _prefix(self.causal)
+        names = SourceNames(self.causal, weights.names())
+        for target, name in names.plain().items():
+            weights.stand_in(target, name)
         self._add_ends(weights, has_bias=not architecture.num_labels)
         self.score: Tensor | None = read_score(architecture, weights, self.width)
         self._plan = plan = CutPlan(self.causal.config, prefix, weights.group)
@@ -87,7 +97,7 @@ class GenericForCausalLM(nn.Module):
         on_gpu = self.device.type == "cuda"
         over = weights.group if architecture.expert_parallel else None
         routed = RoutedLayers(self.causal, plan, len(self.projections), on_gpu, over)
-        read_rest(self.causal, plan, weights, routed.own)
+        read_rest(self.causal, plan, weights, names, routed.own)
         if self.device.type == "meta":
             # It is built to be counted: nothing can be tried without values.
             return
@@ -272,6 +282,17 @@ def _unread(causal: PreTrainedModel) -> tuple[str, ...]:
     return tuple(f".*(?:{pattern}).*" for pattern in dict.fromkeys(found))
 
 
+def _unread_layers(architecture: GenericArchitecture) -> tuple[str, ...]:
+    """Return expressions for layers behind the last one, which predict further tokens (MTP).
+
+    transformers lists them by the numbers that the first models of a type have.
+    """
+    count = architecture.settings.get("num_nextn_predict_layers")
+    first = architecture.num_layers
+    numbers = range(first, first + min(count, first)) if isinstance(count, int) else ()
+    return tuple(rf"model\.layers\.{number}\..*" for number in numbers)
+
+
 class _LargeOnMeta(TorchFunctionMode):
     """Makes `torch.empty` take no memory: all weights come from there and are read later.
 
@@ -292,13 +313,20 @@ def _build(architecture: GenericArchitecture, dtype: torch.dtype) -> PreTrainedM
     """Build transformers' model without weights."""
     auto: Any = AutoModelForCausalLM
     config = _config(architecture.settings)
-    with _LargeOnMeta():
-        model: PreTrainedModel = auto.from_config(
-            config, dtype=dtype, attn_implementation=ATTENTION
-        )
+    try:
+        with _LargeOnMeta():
+            model: PreTrainedModel = auto.from_config(
+                config, dtype=dtype, attn_implementation=ATTENTION
+            )
+    except NOT_TAKEN as error:
+        raise ArchitectureError(
+            f"transformers builds no {config.model_type} of this config.json: {error!r}"
+        ) from error
     _hold_frequencies(model)
-    has_own_name = "auto_map" in architecture.settings
-    if type(model).__name__ != architecture.architecture and not has_own_name:
+    # Names that are no class of transformers' change nothing there either.
+    is_other = type(model).__name__ != architecture.architecture
+    is_known = hasattr(transformers, architecture.architecture)
+    if is_other and is_known and "auto_map" not in architecture.settings:
         raise ArchitectureError(
             f"architectures names {architecture.architecture}, but model_type "
             f"{config.model_type} is a {type(model).__name__}: correct the one that is wrong"
@@ -318,7 +346,7 @@ def _config(settings: Mapping[str, Any]) -> Any:
     own = {key: value for key, value in settings.items() if key != "auto_map"}
     try:
         return CONFIG_MAPPING[kind].from_dict(own)
-    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
+    except NOT_TAKEN as error:
         raise ArchitectureError(
             f"transformers does not take this config.json of a {kind}: {error}"
         ) from error

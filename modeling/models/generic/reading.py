@@ -24,17 +24,18 @@ from sharding.slicing import Segments, whole
 
 
 def read_rest(
-    causal: PreTrainedModel, plan: CutPlan, weights: Weights, own: Mapping[str, range]
+    causal: PreTrainedModel,
+    plan: CutPlan,
+    weights: Weights,
+    names: SourceNames,
+    own: Mapping[str, range],
 ) -> None:
     """Read every parameter that is still transformers' own, and move its buffers.
 
-    Experts are cut as the plan says, or those of `own` are read whole (by their module's path), and
-    their outputs summed; what is kept for each head is cut like the heads; all else is whole on
-    every rank.
+    names: of the checkpoint's tensors. Experts are cut as the plan says, or those of `own` are read
+    whole (by their module's path), and their outputs summed; what is kept for each head is cut like
+    the heads; all else is whole on every rank.
     """
-    names = SourceNames(causal, weights.names())
-    for target, name in names.plain().items():
-        weights.stand_in(target, name)
     reader = _Reader(causal, plan, weights, names, own)
     for path, module in _unread(causal):
         reader.parameters(path, module)

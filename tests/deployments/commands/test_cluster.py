@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -42,6 +43,16 @@ def test_a_reused_process_id_is_no_server() -> None:
 
 def test_only_own_children_are_servers() -> None:
     assert ray_servers() == {}
+
+
+def test_an_end_that_takes_too_long_is_given_up() -> None:
+    code = (
+        "import time; from deployments.commands.cluster import give_up_after; "
+        "give_up_after(0.1); time.sleep(600)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert "has not ended in 0.1 s" in ended.stdout
 
 
 def test_sigterm_leaves_time_and_a_second_signal_takes_it(leaving: Leaving) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.deployments.driver.routing.stories import Clock
+from tests.clocks import Clock
 
 
 @pytest.fixture

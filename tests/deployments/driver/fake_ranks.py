@@ -179,9 +179,9 @@ def _work(worker: Worker) -> None:
 class FakeGroup:
     """`driver.rank_start.RankGroup` over threads; ranks can be killed and starts failed."""
 
-    def __init__(self, num_ranks: int = 2, capacity: Capacity | None = None) -> None:
+    def __init__(self, num_ranks: int = 2) -> None:
         self.num_ranks = num_ranks
-        self.capacity = capacity or Capacity(
+        self.capacity = Capacity(
             num_blocks=64,
             block_size=4,
             projections=("q_proj",),

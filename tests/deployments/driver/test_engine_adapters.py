@@ -12,11 +12,11 @@ from deployments.contract import (
 )
 from deployments.driver.engine import DriverEngine
 from scheduler.adapters.resident import AdapterState
+from tests.clocks import Clock
 from tests.deployments.driver.fake_ranks import FakeGroup, continuation
 from tests.deployments.driver.routing.stories import (
     NOWHERE,
     PATIENCE_S,
-    Clock,
     digest_of,
     pass_by,
     play,

@@ -9,11 +9,11 @@ from deployments.contract import (
 )
 from deployments.driver.engine import DriverEngine
 from scheduler.adapters.resident import AdapterState
+from tests.clocks import Clock
 from tests.deployments.driver.fake_ranks import POISON, FakeGroup, continuation
 from tests.deployments.driver.routing.stories import (
     NOWHERE,
     PATIENCE_S,
-    Clock,
     digest_of,
     healthy,
     pass_by,

@@ -28,6 +28,7 @@ from scheduler.admission.limits import Limits
 from scheduler.events import AdapterFailure, Ended, Event
 from scheduler.request import Request
 from scheduler.scheduler import Scheduler
+from tests.clocks import Clock
 from tests.deployments.driver.adapters.test_versions import Ranks, Shelf
 from tests.deployments.driver.fake_ranks import FakeGroup
 from tests.deployments.driver.routing.stories import play
@@ -38,16 +39,6 @@ LIMIT, LONG_AFTER = 300.0, 1000.0
 HELD_SECONDS, HANGING_SECONDS = 600.0, 120.0
 """How long a thread is held, and awaited, so that a test that fails comes to an end."""
 SHAPE = AdapterShape((1,), 100)
-
-
-class Clock:
-    """Replaces the module `time` in the loop."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def monotonic(self) -> float:
-        return self.now
 
 
 class Held:
@@ -146,7 +137,7 @@ def played() -> Iterator[Played]:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
+    clock = Clock(0.0)
     monkeypatch.setattr("deployments.driver.loop.time", clock)
     return clock
 

@@ -35,8 +35,9 @@ from scheduler.admission.limits import Limits
 from scheduler.events import AdapterArrived, AdapterFailure, ConstraintFailure, Ended, Event
 from scheduler.request import Request
 from scheduler.scheduler import Scheduler
+from tests.clocks import Clock
 from tests.deployments.driver.fake_ranks import FakeGroup
-from tests.deployments.driver.routing.stories import PATIENCE_S, Clock
+from tests.deployments.driver.routing.stories import PATIENCE_S
 
 KEY = AdapterKey(1)
 STAGE_SECONDS = 20.0

@@ -10,6 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import httpx
+import msgspec
+import openai
 import pytest
 import uvicorn
 from fastapi import FastAPI
@@ -20,21 +22,12 @@ from deployments.ingress.chat_templates.renderer import Renderer
 from deployments.ingress.generation.engine import IngressSettings
 from deployments.ingress.generation.frames import RequestInboxes
 from deployments.ingress.text.tokenizer import ModelTokenizer
+from tests.clocks import Clock
 from tests.deployments.ingress.pages.browser import CHROMIUM, Browser, chromium
 from tests.fakes import FakeDriver, engine_info, write_tokenizer
 
 PATIENCE = 300.0
 """Seconds after which something counts as hanging; a busy machine may pause."""
-
-
-class Clock:
-    """A clock that a test moves."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Server:
@@ -143,6 +136,18 @@ def driver(server: Server) -> FakeDriver:
 def http(server: Server) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
         yield client
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="EMPTY", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+def room_for_tools(driver: FakeDriver) -> None:
+    """Tools as text need more tokens than the small engine has."""
+    driver.info = msgspec.structs.replace(driver.info, max_total_tokens=2048, max_input_tokens=2000)
 
 
 @pytest.fixture(scope="package")

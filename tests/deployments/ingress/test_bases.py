@@ -80,7 +80,7 @@ def bases(tmp_path: Path) -> Bases:
 
 @pytest.fixture
 def http(bases: Bases) -> Iterator[TestClient]:
-    with TestClient(bases.front) as client:
+    with TestClient(bases.front, base_url="http://localhost") as client:
         yield client
 
 
@@ -236,7 +236,7 @@ def test_each_base_has_its_own_keys(tmp_path: Path) -> None:
         headers = {"authorization": f"Bearer {key}"}
         return http.post("/v1/completions", json=body, headers=headers).status_code
 
-    with TestClient(bases.front) as http:
+    with TestClient(bases.front, base_url="http://localhost") as http:
         assert ask(http, "small", "a") == 200
         assert ask(http, "small", "b") == 401
         assert ask(http, "large", "a") == 401

@@ -4,7 +4,6 @@ import json
 from typing import Any
 
 import httpx
-import msgspec
 import pytest
 from anthropic.types import ModelInfo
 from openai.types import (
@@ -22,6 +21,8 @@ from pydantic import BaseModel, TypeAdapter
 from deployments.contract import ErrorKind, Failed
 from tests.deployments.ingress.openai.openai_http import CHAT, COMPLETIONS, HELLO
 from tests.fakes import FakeDriver, Unreliable
+
+pytestmark = pytest.mark.usefixtures("room_for_tools")
 
 RESPONSES = "/v1/responses"
 CALL = {"name": "get_weather", "arguments": {"town": "Paris"}}
@@ -68,12 +69,6 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     (RESPONSES, {"input": "a", "include": ["message.output_text.logprobs"], "top_logprobs": 2}),
     (RESPONSES, {"input": "a", "reasoning": {"effort": None, "summary": "auto"}, "store": True}),
 ]  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _room(driver: FakeDriver) -> None:
-    """Tools as text need more tokens than the small engine has."""
-    driver.info = msgspec.structs.replace(driver.info, max_total_tokens=4096, max_input_tokens=4000)
 
 
 def events(http: httpx.Client, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:

@@ -7,7 +7,12 @@ from typing import Any
 import pytest
 import ray
 
-from deployments.rank.standby import LEAST_FREE_BYTES, RankProcess, StandbyRanks
+from deployments.rank.messages import MeasuredMemory
+from deployments.rank.processes import Process
+from deployments.rank.standby import LEAST_FREE_BYTES, Known, RankProcess, StandbyRanks
+
+BESIDE = RankProcess("n", Process(1, 1), ("0",))
+KNOWN = Known("config", MeasuredMemory(1, None))
 
 
 @dataclass
@@ -16,7 +21,7 @@ class Answer:
 
     value: int | None
 
-    def remote(self) -> int | None:
+    def remote(self, *given: object) -> int | None:
         return self.value
 
 
@@ -43,13 +48,14 @@ def test_only_where_there_is_room(
     monkeypatch.setattr(ray, "get", lambda values, timeout=None: values)
     started: list[Any] = []
 
-    def spawn(rank: int, gpu: str | None) -> Rank:
-        started.append((rank, gpu))
+    def spawn(rank: int, beside: RankProcess, known: Known) -> Rank:
+        started.append((rank, beside, known))
         return Rank(None)
 
     processes = StandbyRanks(spawn)
-    processes.prepare([Rank(bytes) for bytes in free], [RankProcess("n", 1, ("0",))] * 2)
-    assert len(started) == number
+    ranks = [Rank(bytes) for bytes in free]
+    processes.prepare(ranks, [BESIDE] * 2, [KNOWN] * 2, "config")
+    assert started == [(rank, BESIDE, KNOWN) for rank in range(number)]
 
 
 def test_not_beside_ranks_that_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,6 +63,6 @@ def test_not_beside_ranks_that_are_gone(monkeypatch: pytest.MonkeyPatch) -> None
         raise ray.exceptions.ActorDiedError
 
     monkeypatch.setattr(ray, "get", lost)
-    processes = StandbyRanks(lambda rank, gpu: pytest.fail("it started one"))
-    processes.prepare([Rank(None)], [RankProcess("n", 1, ())])
+    processes = StandbyRanks(lambda *_: pytest.fail("it started one"))
+    processes.prepare([Rank(None)], [BESIDE], [KNOWN], "config")
     assert processes.take() == []

@@ -21,10 +21,7 @@ DEVICES = [
     "cpu",
     pytest.param(
         "cuda",
-        marks=[
-            pytest.mark.gpu,
-            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-        ],
+        marks=pytest.mark.gpu,
     ),
 ]
 CUT = (replace(UP, outputs=((4, 9),)), replace(DOWN, inputs=((2, 7),)))

@@ -9,11 +9,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from modeling.adapters.linear import AdapterColumnLinear, AdapterRowLinear
-from modeling.adapters.product import OutputSlice
+from modeling.adapters.product import AdapterData, OutputSlice
 from sharding.checkpoint import SafetensorsCheckpoint
 from sharding.group import Summand, TensorParallel
 from sharding.linear import ColumnParallelLinear, ColumnPart, RowParallelLinear
-from sharding.linear_weight import LinearWeight
 from sharding.loader import Weights
 from sharding.slicing import even_cut
 from sharding.symmetric import DoubleBuffer, PeerBuffers, SizeTable, SymmetricRanks, peer_bytes
@@ -23,26 +22,11 @@ CPU = torch.device("cpu")
 
 
 @dataclass
-class DenseDeltas:
+class DenseDeltas(AdapterData):
     """Adapter data of one adapter for all tokens: a dense (A, B) slice for each projection."""
 
     slices: dict[int, tuple[Tensor, Tensor]]
     layer: int
-
-    def has_product(
-        self, x: Tensor, weight: LinearWeight, targets: tuple[OutputSlice, ...]
-    ) -> bool:
-        return False
-
-    def product(
-        self,
-        y: Tensor,
-        x: Tensor,
-        weight: LinearWeight,
-        layer: int,
-        targets: tuple[OutputSlice, ...],
-    ) -> None:
-        raise AssertionError
 
     def add(self, y: Tensor, x: Tensor, layer: int, targets: tuple[OutputSlice, ...]) -> None:
         assert layer == self.layer

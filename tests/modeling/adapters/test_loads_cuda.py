@@ -13,10 +13,7 @@ from modeling.adapters.device_copies import CopyEvent
 from tests.modeling.adapters.lora_files import DOWN, UP, factors, write_lora
 from tests.modeling.no_waits import no_synchronisation
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 SIZE = BankSize(pages=6, slots=3, max_rank=16, host_bytes=2**20)
 A_WHILE = 200_000_000

@@ -243,6 +243,8 @@ def test_what_is_no_kind_of_peft_is_refused(peft_type: object) -> None:
         {"layers_to_transform": 1, "target_modules": "all-linear"},
         {"layers_pattern": "layers"},
         {"layers_pattern": "l.*", "layers_to_transform": [1]},
+        {"layers_pattern": "l" * 10**6, "layers_to_transform": [1]},
+        {"layers_pattern": ["layers"] * 10**4, "layers_to_transform": [1]},
         {"layers_pattern": "h", "target_modules": ".*q_proj"},
         {"alpha_pattern": {"q_proj": None}},
         {"rank_pattern": {"(q_proj": 4}},

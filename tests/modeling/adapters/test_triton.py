@@ -20,7 +20,6 @@ from tests.modeling.quantisation.test_cuda import INTEGERS
 if TYPE_CHECKING:
     from modeling.adapters.kernels.triton_plan import TritonPlan
 
-on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 SHAPES = [
     *[(1024, 4096), (1024, 128), (1024, 64)],
@@ -120,7 +119,6 @@ def check(bank: AdapterBank, data: AdapterData, case: Case, of: Tensor, layer: i
 
 
 @pytest.mark.gpu
-@on_gpu
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize("kind", ["identical", "distinct", "uniform", "zipf", "skewed", "base"])
 @pytest.mark.parametrize("longest", [1, 90], ids=["decode", "prefill"])
@@ -142,7 +140,6 @@ GATED = Case(1024, (OutputSlice(1, 0), OutputSlice(8, 128)), 256)
 
 
 @pytest.mark.gpu
-@on_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", ["identical", "distinct", "zipf", "skewed", "base"])
 @pytest.mark.parametrize("longest", [1, 90])
@@ -187,7 +184,6 @@ PRODUCT_CASES = [
 
 
 @pytest.mark.gpu
-@on_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", ["identical", "distinct", "zipf", "base"])
 @pytest.mark.parametrize("form", ["dense", "fp8", "4 bits"])
@@ -229,7 +225,6 @@ def test_the_base_product_and_the_deltas_of_one_launch(
 
 
 @pytest.mark.gpu
-@on_gpu
 def test_steps_of_many_rows_and_float32_leave_the_base_product_to_torch(
     banks: dict[torch.dtype, AdapterBank],
 ) -> None:
@@ -244,7 +239,6 @@ def test_steps_of_many_rows_and_float32_leave_the_base_product_to_torch(
 
 
 @pytest.mark.gpu
-@on_gpu
 @pytest.mark.parametrize("form", ["act-order", "from a table"])
 def test_codes_with_more_than_scales_have_launches_of_their_own(
     banks: dict[torch.dtype, AdapterBank], form: str
@@ -258,7 +252,6 @@ def test_codes_with_more_than_scales_have_launches_of_their_own(
 
 
 @pytest.mark.gpu
-@on_gpu
 @pytest.mark.parametrize("num_tokens", [1, 5, 64])
 def test_steps_without_tiles_have_the_base_product_alone(
     banks: dict[torch.dtype, AdapterBank], num_tokens: int
@@ -280,7 +273,6 @@ def test_steps_without_tiles_have_the_base_product_alone(
 
 
 @pytest.mark.gpu
-@on_gpu
 def test_one_adapter_may_have_thousands_of_tokens(
     banks: dict[torch.dtype, AdapterBank],
 ) -> None:
@@ -292,7 +284,6 @@ def test_one_adapter_may_have_thousands_of_tokens(
 
 
 @pytest.mark.gpu
-@on_gpu
 @pytest.mark.parametrize("num_tokens", [1, 16, 64, 256])
 def test_a_captured_step_serves_any_mix(
     banks: dict[torch.dtype, AdapterBank], num_tokens: int
@@ -324,7 +315,6 @@ def test_a_captured_step_serves_any_mix(
 
 
 @pytest.mark.gpu
-@on_gpu
 def test_steps_in_flight_keep_their_own_mix(banks: dict[torch.dtype, AdapterBank]) -> None:
     bank, case = make_bank(banks, torch.bfloat16), CASES[0]
     plan = make_plan(bank, 64)

@@ -15,7 +15,7 @@ from modeling.adapters.product import OutputSlice
 from modeling.adapters.vocabulary import (
     EndNames,
     VocabularyAdapters,
-    adapts_vocabulary,
+    adapts_more,
     vocabulary_projections,
 )
 from sharding.checkpoint import SafetensorsCheckpoint
@@ -103,6 +103,6 @@ def test_layers_are_the_kernels_own(folders: tuple[Path, Path]) -> None:
 
 def test_which_adapters_change_the_vocabulary(folders: tuple[Path, Path]) -> None:
     bank = bank_of(0, folders)
-    assert adapts_vocabulary(bank, [-1, 2])
-    assert not adapts_vocabulary(bank, [-1, 1])  # nothing was loaded there
-    assert not adapts_vocabulary(bank, [-1])
+    assert adapts_more(bank, [-1, 2])
+    assert not adapts_more(bank, [-1, 1])  # nothing was loaded there
+    assert not adapts_more(bank, [-1])

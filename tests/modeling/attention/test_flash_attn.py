@@ -7,10 +7,7 @@ from modeling.attention.base import AttentionBackend, AttentionSpec
 from modeling.attention.sdpa import SdpaAttention
 from tests.modeling.attention.test_flashinfer import STEPS, Paged, check, make_spec
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 def make_backend(spec: AttentionSpec) -> AttentionBackend:

@@ -78,7 +78,7 @@ class Paged:
         generator = torch.Generator().manual_seed(3)
         counts = [-(-keys // spec.page_size) for _, keys in rows]
         cache = CacheSpec(1, spec.page_size, spec.num_kv_heads, spec.head_dim, spec.dtype)
-        self.spec, self.rows = spec, rows
+        self.rows = rows
         self.cache = allocate(cache, sum(counts) + 2, spec.device)[0]
         self.cache.keys.fill_(math.nan)
         self.cache.values.fill_(math.nan)

@@ -12,10 +12,7 @@ from modeling.attention.base import AttentionBackend, AttentionSpec
 from modeling.attention.kv_cache import CacheSpec, LayerCache, allocate
 from modeling.attention.sdpa import SdpaAttention
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 # (query length, key length) of each row
 STEPS: dict[str, list[tuple[int, int]]] = {

@@ -9,10 +9,7 @@ from modeling.attention.kv_cache import FP8, CacheScales, CacheSpec, allocate
 from modeling.attention.sdpa import SdpaAttention
 from tests.modeling.attention.test_flashinfer import STEPS, Paged, check, make_backend, make_spec
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 SCALES = CacheScales(2.0**-5, 2.0**-6)
 ODD_SCALES = CacheScales(0.0213, 0.0171)

@@ -7,10 +7,7 @@ from torch.nn import functional as F
 
 from tests.modeling.layers.test_triton_experts_interpreted import computed
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 CUDA = torch.device("cuda")
 

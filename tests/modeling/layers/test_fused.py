@@ -15,7 +15,6 @@ from modeling.quantisation.activations import by_token
 
 CUDA = torch.device("cuda")
 DTYPES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 def ops() -> FusedOps:
@@ -35,7 +34,6 @@ def test_a_cpu_has_none() -> None:
     assert not casts_to_fp8(torch.device("cpu"))
 
 
-@gpu
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 4096), (17, 32), (300, 5120)])
@@ -50,7 +48,6 @@ def test_add_rms_norm(dtype: torch.dtype, shape: tuple[int, int], has_residual: 
     assert torch.equal(stream, total)
 
 
-@gpu
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(1, 14336), (33, 96), (200, 1040)])
@@ -77,7 +74,6 @@ def test_rounding_beside(dtype: torch.dtype, shape: tuple[int, int]) -> None:
         assert torch.equal(rounded[1].cpu(), wanted[1])
 
 
-@gpu
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("shape", "per_token"), [((5, 4096), 1), ((20, 128), 4)])
@@ -101,7 +97,6 @@ def test_norms_by_the_weights_of_adapters(
     check(normed, rms_norm(stream.view(5, per_token, size), weight, 1e-5, own).view(shape), dtype)
 
 
-@gpu
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 28672), (33, 96), (200, 2050)])
@@ -111,7 +106,6 @@ def test_silu_mul(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     check(ops().silu_mul(x), F.silu(gate) * up, dtype)
 
 
-@gpu
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("heads", [(32, 8), (4, 4), (7, 1)])
@@ -140,7 +134,6 @@ def test_rotate_and_store(dtype: torch.dtype, heads: tuple[int, int], head_dim: 
     assert not cache.flat_values[rest].any()
 
 
-@gpu
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens", [1, 37])
@@ -170,7 +163,6 @@ def test_heads_are_normed_before_they_are_rotated(
     assert torch.equal(q, found if overwrites else before)
 
 
-@gpu
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scales", [CacheScales(2.0**-3, 2.0**-4), CacheScales(0.123, 0.0377)])
@@ -207,7 +199,6 @@ def test_rotate_and_store_in_fp8(dtype: torch.dtype, scales: CacheScales, head_d
         assert not part.view(torch.uint8)[rest].any()
 
 
-@gpu
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("half", [8, 10, 64])
@@ -224,7 +215,6 @@ def test_angles(dtype: torch.dtype, half: int) -> None:
     assert cos.dtype == sin.dtype == dtype
 
 
-@gpu
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 128_256), (5, 4096), (64, 50_257), (3, 17)])

@@ -160,13 +160,19 @@ def test_without_a_kernel_the_ranks_sum(tmp_path: Path) -> None:
         assert events == 5 * ["sum"] + apart
 
 
-def served(monkeypatch: pytest.MonkeyPatch, add: Callable[..., Any], faster_to: int) -> list[str]:
+def served(
+    monkeypatch: pytest.MonkeyPatch,
+    add: Callable[..., Any],
+    faster_to: int,
+    known: int | None = None,
+) -> list[str]:
     """What two ranks say of how they sum, and that they give summands accordingly."""
     times(monkeypatch, faster_to)
     monkeypatch.setattr(summed_norms, "fused_ops", lambda device: ops(add))
 
     def on_rank(group: TensorParallel) -> str:
         ranks = PeerRanks(group)
+        ranks.known_norm_rows = known
         serve_summed_norms(ranks, WIDTH, torch.float32, CPU)
         given = [rows for rows in (1, 4, 5, 256) if ranks.summand((rows, WIDTH), torch.float32)]
         assert ranks.summand((1, WIDTH), torch.bfloat16) is None
@@ -190,6 +196,12 @@ def test_norms_sum_where_that_is_faster(
     monkeypatch: pytest.MonkeyPatch, faster_to: int, said: str
 ) -> None:
     assert served(monkeypatch, add_rms_norm, faster_to) == [said] * 2
+
+
+@pytest.mark.usefixtures("kernel")
+def test_what_is_known_is_not_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = served(monkeypatch, add_rms_norm, faster_to=256, known=4)
+    assert found == ["gloo; norms sum up to 4 rows (measured), [1, 4]"] * 2
 
 
 def wrong_together(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:

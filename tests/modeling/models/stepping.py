@@ -133,7 +133,7 @@ class FlashStepper(Stepper):
             group.block_tables,
             group.slots,
             group.attention,
-            group.attention.max_key_length,
+            max(group.attention.key_lengths),
             context.adapter_data,
             context.stored,
             **options,

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from configs.architectures.base import ArchitectureError
@@ -14,6 +15,7 @@ from configs.model import DType, ModelConfig
 from configs.wire.sampling import Sampling
 from modeling.models.generic.cuts import CutPlan, Style
 from modeling.runner.load_paged import load_paged
+from sharding.checkpoint import CheckpointError
 from sharding.group import SingleRank
 from tests.checkpoints import load_oracle, oracle_logits
 from tests.modeling.models.sweep_truth import VOCAB_SIZE, prompts
@@ -32,6 +34,9 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "mixtral": ({"sliding_window": 1}, r"sliding_window \(1\) is not"),
     "glm4": ({"hidden_size": "wide"}, r"transformers does not take this config.json of a glm4"),
     "gemma4_text": ({"vocab_size": 97}, r"vocab_size_per_layer_input \(96\) is below"),
+    "gemma2": ({"hidden_activation": "mine"}, r"builds no gemma2 of this config.json: KeyError"),
+    "gemma": ({"num_attention_heads": 0}, r"does not take this config.json of a gemma|builds no"),
+    "olmo2": ({"architectures": ["OlmoForCausalLM"]}, r"model_type olmo2 is a Olmo2ForCausalLM"),
 }
 """What a config.json may say too, of which parts of transformers hold different things."""
 
@@ -44,6 +49,32 @@ def test_contradictions_are_refused(tmp_path: Path, kind: str) -> None:
     (model / "config.json").write_text(json.dumps(settings | changes), encoding="utf-8")
     with pytest.raises(ArchitectureError, match=message):
         load_paged(engine_config(model), SingleRank(), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("names", [None, ["PeftModelForCausalLM"]])
+def test_model_type_says_the_class_where_nothing_else_does(tmp_path: Path, names: Any) -> None:
+    model = write_tiny(tmp_path / "model", "olmo2")
+    settings = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    (model / "config.json").write_text(json.dumps({**settings, "architectures": names}))
+    load_paged(engine_config(model), SingleRank(), torch.device("cpu"))
+
+
+def test_layers_that_predict_further_tokens_are_not_read(tmp_path: Path) -> None:
+    model = write_tiny(tmp_path / "model", "glm4_moe")
+    settings = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    count = settings["num_hidden_layers"]
+    tensors = load_file(model / "model.safetensors")
+    extra = {f"model.layers.{count}.eh_proj.weight": torch.ones(2, 2)}
+    save_file({**tensors, **extra}, model / "model.safetensors")
+
+    def load(layers: int) -> None:
+        text = json.dumps({**settings, "num_nextn_predict_layers": layers})
+        (model / "config.json").write_text(text, encoding="utf-8")
+        load_paged(engine_config(model), SingleRank(), torch.device("cpu"))
+
+    load(1)
+    with pytest.raises(CheckpointError, match=r"does not use 1 tensors .*eh_proj"):
+        load(0)
 
 
 def test_queries_are_cut_with_and_without_latent_factors() -> None:

@@ -1,4 +1,4 @@
-"""GPT-NeoX's paged door against transformers, and every way to cut the work."""
+"""What only GPT-NeoX has: fused heads, parallel residuals, two names of its head."""
 
 import inspect
 from pathlib import Path
@@ -12,62 +12,16 @@ from modeling.models import gpt_neox
 from sharding.checkpoint import CheckpointError
 from sharding.group import SingleRank
 from tests.checkpoints import oracle_logits
-from tests.checkpoints_others import GPT_NEOX_VARIANTS, write_gpt_neox
+from tests.checkpoints_others import write_gpt_neox
 from tests.modeling.models import paged_checks as checks
-from tests.modeling.models.paged_checks import Checkpoint, opened
+from tests.modeling.models.paged_checks import Checkpoint, names, opened
 from tests.modeling.models.stepping import Stepper, load
 from tests.sharding.views import LoneRank
-
-
-@pytest.fixture(scope="module", params=GPT_NEOX_VARIANTS)
-def variant(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    return opened(write_gpt_neox(tmp_path_factory.mktemp("gpt_neox"), request.param))
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return opened(write_gpt_neox(tmp_path_factory.mktemp("plain")))
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_logits_equal_transformers(variant: Checkpoint, ranks: int) -> None:
-    checks.check_logits(variant, ranks)
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_greedy_continuations(variant: Checkpoint, ranks: int) -> None:
-    checks.check_greedy(variant, ranks)
-
-
-@pytest.mark.parametrize("page_size", [16, 128])
-@pytest.mark.parametrize("cuts", checks.CUTS)
-def test_whole_and_cut_prefills_are_equal(
-    plain: Checkpoint, cuts: tuple[int, ...], page_size: int
-) -> None:
-    checks.check_cut_prefill(plain, cuts, page_size)
-
-
-def test_prefill_chunk_and_decode_share_a_step(plain: Checkpoint) -> None:
-    checks.check_mixed_step(plain)
-
-
-def test_only_the_asked_for_tokens(plain: Checkpoint) -> None:
-    checks.check_asked_for_tokens(plain)
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_half_types_stay_near_float32(tmp_path: Path, dtype: Any) -> None:
-    checks.check_half(write_gpt_neox(tmp_path, dtype=dtype), dtype)
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_every_projection_of_every_layer_asks_for_its_delta(plain: Checkpoint, ranks: int) -> None:
-    checks.check_every_projection_asks(plain.folder, ranks, [0, 0, 0, 0])
-
-
-def test_projections_are_named_as_peft_names_them(plain: Checkpoint) -> None:
-    names = ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"]
-    checks.check_projection_names(plain, names, conv1d=False)
 
 
 def test_query_key_value_is_cut_head_by_head(plain: Checkpoint) -> None:
@@ -133,18 +87,7 @@ def test_sizes_that_the_ranks_cannot_share(tmp_path: Path) -> None:
         load(folder, LoneRank(0, 4))
 
 
-def test_each_rank_reads_its_share(plain: Checkpoint) -> None:
-    checks.check_shares(plain.folder, r"norm|(dense|dense_4h_to_h)\.bias")
-
-
-def test_dummy_weights_need_no_files(plain: Checkpoint) -> None:
-    checks.check_dummy_weights(plain.folder)
-
-
 def test_the_seeds_signatures() -> None:
-    def names(function: Any) -> list[str]:
-        return list(inspect.signature(function).parameters)[1:]
-
     model = gpt_neox.GPTNeoXForCausalLM
     assert names(model.__init__) == ["config", "weights"]
     assert names(gpt_neox.GPTNeoXModel.__init__) == ["config", "weights"]

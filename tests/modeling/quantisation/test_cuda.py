@@ -14,10 +14,7 @@ from modeling.quantisation.base import QuantisedWeight
 from modeling.quantisation.fp8 import round_blocks, round_rows
 from modeling.quantisation.integers import Groups, IntegerWeight, local_groups, round_groups
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 DTYPES = (torch.bfloat16, torch.float16)
 TOKENS = (1, 3, 16, 17, 64, 65, 300)

@@ -31,10 +31,7 @@ from tests.checkpoints import LINEARS, AdapterRecipe, write_adapter, write_llama
 from tests.modeling.parity import NUM_BLOCKS, engine_config, place_all
 from tests.modeling.teacher import TOGETHER, Errors, errors, forced_logprobs
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 VOCAB_SIZE = 96
 GROUP = 128

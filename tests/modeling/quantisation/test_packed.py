@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from configs.architectures.select import load_architecture
 from modeling.quantisation.formats import StoredFormat
 from modeling.quantisation.integers import IntegerWeight
-from sharding.checkpoint import SafetensorsCheckpoint
+from sharding.checkpoint import CheckpointError, SafetensorsCheckpoint
 from sharding.group import SingleRank
 from sharding.linear_weight import LinearPart, LinearWeight
 from sharding.loader import Weights
@@ -74,6 +74,24 @@ def test_maps_of_one_input_are_one_weight_where_they_share_their_order() -> None
             numbers[f"model.layers.0.self_attn.{each}.weight"] for each in ("q_proj", "k_proj")
         ]
         assert torch.equal(found[:], torch.cat(wanted))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"g_idx": torch.full((64,), 99, dtype=torch.int32)}, "g_idx names groups beyond the 2"),
+        ({"qweight": torch.zeros(1, 64, dtype=torch.int32)}, r"qweight' has shape \(1, 64\)"),
+    ],
+)
+def test_tensors_that_do_not_fit(tmp_path: Path, changed: dict[str, Any], message: str) -> None:
+    shutil.copytree(CHECKPOINTS / "gptq", tmp_path, dirs_exist_ok=True)
+    module = "model.layers.0.self_attn.q_proj"
+    path = tmp_path / "model.safetensors"
+    own = {f"{module}.{name}": tensor for name, tensor in changed.items()}
+    save_file(load_file(path) | own, path)
+    part = LinearPart(module, (64, 64), ((0, 64),), ((0, 64),))
+    with pytest.raises(CheckpointError, match=message):
+        read(tmp_path, part)
 
 
 SIZES: dict[str, Any] = {

@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from configs.model import ModelConfig, Quantize
 from modeling.runner.load_paged import load_paged
 from modeling.runner.report import RunnerReport
+from sharding.checkpoint import CheckpointError
 from sharding.group import TensorParallel
 from tests.checkpoints import AdapterRecipe, load_oracle, write_adapter, write_llama
 from tests.checkpoints_generic import write_generic
@@ -194,6 +196,18 @@ def test_ranks_round_their_inputs_in_8_bits_by_themselves(made: World, ranks: in
         parts = ranks if path.rsplit(".", 1)[-1] in ROW_PARALLEL else 1
         rounds_in_parts(oracle.get_submodule(path), parts, rounded_to_8_bits)
     compare(folder, made.adapters("llama"), oracle, ranks, quantize=Quantize.BITSANDBYTES)
+
+
+def test_four_bits_that_do_not_fit(made: World, tmp_path: Path) -> None:
+    load_bitsandbytes(made.dense("wide"), **SETTINGS[Quantize.BITSANDBYTES_NF4]).save_pretrained(
+        tmp_path
+    )
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    name = "model.layers.0.self_attn.q_proj.weight.absmax"
+    save_file({**tensors, name: tensors[name][:3]}, path, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"q_proj: its tensors are not of the format nf4"):
+        answers(tmp_path, [], 1, [[1, 2]])
 
 
 def test_four_bits_of_a_generic_model(made: World) -> None:

@@ -34,10 +34,7 @@ from tests.modeling.parity import NUM_BLOCKS, engine_config, place_all
 from tests.modeling.quantisation.test_models_cuda import as_blocks, bounded
 from tests.modeling.teacher import TOGETHER, errors, forced_logprobs
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 BOUND = {"mxfp4": 5e-3, "fp8": 2.5e-2}
 """Of the difference's norm: inner columns and each pair's part are rounded to bfloat16. fp8's

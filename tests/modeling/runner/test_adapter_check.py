@@ -12,7 +12,6 @@ from configs.engine import EngineConfig
 from configs.model import ModelConfig
 from configs.wire.adapters import AdapterError
 from modeling.adapters.peft import open_adapter
-from modeling.adapters.projection import Projection
 from modeling.runner.adapter_check import AdapterVerdict, adaptable, judge
 from modeling.runner.loading import load_model
 from sharding.group import SingleRank
@@ -25,8 +24,8 @@ CONFIG = AdaptersConfig(max_rank=8)
 TWO = (UP, DOWN)
 
 
-def verdict(folder: Path, projections: tuple[Projection, ...] = TWO) -> AdapterVerdict:
-    return judge(folder, projections, CONFIG, lambda done, total: None)
+def verdict(folder: Path) -> AdapterVerdict:
+    return judge(folder, TWO, CONFIG, lambda done, total: None)
 
 
 def test_a_good_adapter_is_served_and_read_to_its_end(tmp_path: Path) -> None:

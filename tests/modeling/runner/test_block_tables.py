@@ -62,7 +62,7 @@ def test_a_row_across_chunks_is_as_many_rows() -> None:
         "keys": [8, 8, 8, 3],
     }
     assert inputs.groups[0].cu_seqlens.tolist() == [0, 1, 3, 11, 14]
-    assert inputs.adapter_lengths == [1, 13]
+    assert inputs.layout.adapter_lengths == [1, 13]
 
 
 def test_pages_of_shared_memory_are_strides_apart() -> None:

@@ -39,7 +39,6 @@ from modeling.runner.input_batch import InputBatch, StepLayout
 from modeling.runner.load_paged import load_paged
 from modeling.runner.paged import ModelRunner
 from sharding.group import SingleRank
-from sharding.linear_weight import LinearWeight
 from tests.modeling.parity import World, engine_config, place_all
 from tests.modeling.stepping import Asked, generate
 
@@ -167,7 +166,7 @@ class CapturedSdpa(SdpaAttention):
         return out
 
 
-class LateAdapters:
+class LateAdapters(AdapterData):
     """The reference kernel behind a plan: rows are looked up when a step computes."""
 
     def __init__(self, bank: AdapterBank) -> None:
@@ -184,21 +183,6 @@ class LateAdapters:
         if num_tiles == 0:
             return BaseAlone(self.bank)
         return self if self.bank.embedding is None else LateEnds(self)
-
-    def has_product(
-        self, x: Tensor, weight: LinearWeight, targets: tuple[OutputSlice, ...]
-    ) -> bool:
-        return False
-
-    def product(
-        self,
-        y: Tensor,
-        x: Tensor,
-        weight: LinearWeight,
-        layer: int,
-        targets: tuple[OutputSlice, ...],
-    ) -> None:
-        raise AssertionError
 
     def add(self, y: Tensor, x: Tensor, layer: int, targets: tuple[OutputSlice, ...]) -> None:
         assert sum(self.rows[1]) == len(x)

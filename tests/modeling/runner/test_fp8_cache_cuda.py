@@ -6,7 +6,6 @@ Each test prints its figures, those of the same model over a cache in its own ty
 from pathlib import Path
 
 import pytest
-import torch
 
 from configs.adapters import AdaptersConfig
 from configs.engine import AttentionKind, CacheConfig, CacheDType, Device, LimitsConfig
@@ -27,10 +26,7 @@ from tests.modeling.teacher import (
     oracle_logprobs,
 )
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 def load(

@@ -39,11 +39,11 @@ def test_a_step_is_built_from_its_rows() -> None:
     assert inputs.groups[0].slots.tolist() == [*range(56, 64), 8, 9, *range(32, 37)]
     assert inputs.groups[0].cu_seqlens.tolist() == [0, 10, 15]
     assert inputs.groups[0].block_tables.tolist() == [[7, 1], [4, 0]]
-    assert inputs.adapter_lengths == [10, 5]
+    assert inputs.layout.adapter_lengths == [10, 5]
     assert inputs.group_lengths[0][1] == [10, 5]
     assert inputs.last_tokens.tolist() == [14]
-    assert inputs.sample_positions == [5]
-    assert inputs.adapter_slots == [3, -1]
+    assert inputs.layout.sample_positions == [5]
+    assert inputs.layout.adapter_slots == [3, -1]
     # The sample of place 0 is found by the next step, which also finishes the other's chunk.
     state.write(inputs.targets, torch.tensor([77]))
     inputs = step(state, [StepRow(0, 5, 1, [], True), StepRow(2, 10, 1, [], True)])
@@ -51,7 +51,7 @@ def test_a_step_is_built_from_its_rows() -> None:
     assert inputs.groups[0].slots.tolist() == [37, 10]
     assert inputs.group_lengths[0][1] == [6, 11]
     assert inputs.last_tokens.tolist() == [0, 1]
-    assert inputs.sampling == [Sampling(), warm]
+    assert inputs.layout.sampling == [Sampling(), warm]
     assert inputs.groups[0].block_tables.dtype == inputs.groups[0].cu_seqlens.dtype == torch.int32
 
 
@@ -82,16 +82,16 @@ def test_rows_of_one_token_come_first_and_samples_keep_the_plans_order() -> None
     layout = state.layout(rows)
     assert layout.most_queries == 0
     inputs = state.inputs(layout)
-    assert inputs.adapter_lengths == [1, 1, 8, 5]
+    assert inputs.layout.adapter_lengths == [1, 1, 8, 5]
     assert inputs.group_lengths[0][1] == [4, 3, 8, 5]
     assert inputs.input_ids.tolist() == [203, 402, *range(300, 308), *range(100, 105)]
     assert inputs.groups[0].slots.tolist() == [11, 26, *range(16, 24), *range(5)]
     assert inputs.groups[0].block_tables.tolist() == [[1], [3], [2], [0]]
-    assert inputs.adapter_slots == [5, -1, -1, -1]
+    assert inputs.layout.adapter_slots == [5, -1, -1, -1]
     # The samples of places 2, 1 and 3, as the plan names them.
     assert inputs.last_tokens.tolist() == [9, 0, 1]
-    assert inputs.sample_positions == [8, 4, 3]
-    assert inputs.sampling == [warm, Sampling(), Sampling()]
+    assert inputs.layout.sample_positions == [8, 4, 3]
+    assert inputs.layout.sampling == [warm, Sampling(), Sampling()]
     state.write(inputs.targets, torch.tensor([70, 71, 72]))
     rows = [StepRow(1, 4, 1, [], True), StepRow(2, 8, 1, [4], True), StepRow(3, 3, 1, [], True)]
     layout = state.layout(rows)
@@ -127,14 +127,14 @@ def test_who_joins_anew_starts_with_an_empty_table() -> None:
     state.join([join(1, 3)])
     inputs = step(state, [StepRow(1, 0, 3, [6], True)])
     assert inputs.groups[0].slots.tolist() == [48, 49, 50]
-    assert inputs.adapter_slots == [-1]
+    assert inputs.layout.adapter_slots == [-1]
 
 
 def test_the_longest_sequence_fits_exactly() -> None:
     state = make_state(join(3, 40))
     inputs = step(state, [StepRow(3, 0, 40, [0, 1, 2, 3, 4], True)])
     state.write(inputs.targets, torch.tensor([9]))
-    assert inputs.sample_positions == [40]
+    assert inputs.layout.sample_positions == [40]
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,7 @@ from tests.modeling.padded import PaddedWorld, generate_padded, padded_runner
 from tests.modeling.stepping import Asked
 from tests.oracle import NUM_TOKENS, prompt_truth
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 NAMES = [None, "r4", "r16", "rows"]
 KINDS = ["bloom", "gptj", "stablelm", "gpt2"]

@@ -287,9 +287,26 @@ def test_pickled_weights_are_not_read_unasked(gptj: Path) -> None:
     tensors = load_file(gptj / "model.safetensors")
     (gptj / "model.safetensors").unlink()
     torch.save(tensors, gptj / "pytorch_model.bin")
-    with pytest.raises(OSError, match="safetensors"):
+    with pytest.raises(CheckpointError, match=r"set model\.allow_pickle to true"):
         load(gptj)
     assert load(gptj, allow_pickle=True).model.dtype == torch.float32
+
+
+def test_damaged_files_and_other_shapes_are_named(gptj: Path) -> None:
+    path = gptj / "model.safetensors"
+    tensors = load_file(path)
+    wide = {"transformer.ln_f.weight": torch.ones(5)}
+    save_file({**tensors, **wide}, path, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"ln_f.weight' has shape \(5,\), the model needs"):
+        load(gptj)
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(CheckpointError, match="it is incomplete"):
+        load(gptj)
+    path.rename(gptj.parent / "elsewhere.safetensors")
+    named = dict.fromkeys(tensors, "../elsewhere.safetensors")
+    (gptj / "model.safetensors.index.json").write_text(json.dumps({"weight_map": named}))
+    with pytest.raises(CheckpointError, match="is outside of its folder"):
+        load(gptj)
 
 
 def test_recurrent_models_are_refused(tmp_path: Path) -> None:

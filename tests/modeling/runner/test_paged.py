@@ -196,7 +196,6 @@ def test_the_report_counts_what_was_taken(world: World) -> None:
         kv_bytes=9 * 16 * kv_bytes_per_token,
         adapter_pool_bytes=8 * 4 * (10 * rows + 2 * ends + 5 * norms),
         kv_groups=(KvGroup(16),),
-        load_seconds=report.load_seconds,
         weight_forms={"float32": report.weight_bytes_read},
         paged=True,
         pool_pages=(*[10] * 7, 2, 2, *[10] * 3, 5),

@@ -18,13 +18,12 @@ from torch.utils._pytree import tree_leaves
 from configs.engine import CacheConfig
 from configs.wire.sampling import Sampling
 from modeling.adapters.bank import AdapterBank
-from modeling.adapters.product import OutputSlice
+from modeling.adapters.product import AdapterData, OutputSlice
 from modeling.attention.kv_layout import allocate_blocks
 from modeling.runner.load_paged import load_paged
 from modeling.runner.paged import ModelRunner
 from modeling.runner.piecewise import TOKENS, PiecewiseGraphs, PiecewiseParts, piecewise_sizes
 from sharding.group import SingleRank
-from sharding.linear_weight import LinearWeight
 from tests.modeling.parity import FAMILIES, World, engine_config, place_all
 from tests.modeling.runner.test_cuda_graphs import BLOCK_SIZE, CPU, NUM_BLOCKS, requests
 from tests.modeling.stepping import Asked, generate
@@ -80,7 +79,7 @@ class Tapes:
         return tensor
 
 
-class GatheredAdapters:
+class GatheredAdapters(AdapterData):
     """A plan whose steps look each token's adapter up where the plan says it: in a buffer."""
 
     def __init__(self, bank: AdapterBank, most: int) -> None:
@@ -96,21 +95,6 @@ class GatheredAdapters:
         self, num_tokens: int, num_tiles: int | None = None, has_experts: bool = False
     ) -> "GatheredAdapters":
         return self
-
-    def has_product(
-        self, x: Tensor, weight: LinearWeight, targets: tuple[OutputSlice, ...]
-    ) -> bool:
-        return False
-
-    def product(
-        self,
-        y: Tensor,
-        x: Tensor,
-        weight: LinearWeight,
-        layer: int,
-        targets: tuple[OutputSlice, ...],
-    ) -> None:
-        raise AssertionError
 
     def add(self, y: Tensor, x: Tensor, layer: int, targets: tuple[OutputSlice, ...]) -> None:
         of_token = self.slots[: len(x)]

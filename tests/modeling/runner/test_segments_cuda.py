@@ -29,7 +29,6 @@ from tests.modeling.stepping import generate
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.filterwarnings("ignore::UserWarning"),  # PEFT's, of biases
 ]
 

@@ -16,10 +16,7 @@ from modeling.sampling.tensors import SamplingTensors, sampling_tensors
 from tests.fakes import EOS, token_id, write_tokenizer
 from tests.modeling.no_waits import no_synchronisation
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 VOCAB, WIDTH = 1000, 64
 PARAMS = [

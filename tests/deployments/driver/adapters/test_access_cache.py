@@ -6,15 +6,9 @@ from configs.adapters import FetchConfig
 from configs.wire.adapters import AdapterError, AdapterReference, AdapterRefusal, AdapterSource
 from deployments.driver.adapters.access_cache import AccessCache
 from sources.base import FoundAdapter
+from tests.clocks import Clock
 
 SQL = AdapterReference(AdapterSource.HUB, "acme/sql")
-
-
-class Clock:
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

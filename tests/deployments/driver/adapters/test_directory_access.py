@@ -1,5 +1,6 @@
 """The directory with a local hub: callers' access, tokens, refusals."""
 
+import asyncio
 import logging
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from tests.deployments.driver.adapters.directory_stories import (
     refusal,
     used,
 )
+from tests.deployments.driver.adapters.test_lookups import gate_looks, until
 from tests.hub_server import HubServer
 from tests.sources.adapter_files import adapter_files
 
@@ -156,3 +158,29 @@ def test_the_refusal_of_one_callers_download_is_not_anothers(
         directory.release(await directory.resolve(code, False, payer="team-b"))
 
     play(patient_config(tmp_path, {"download_bytes_per_hour": 1}, hub_endpoint=hub.url), story)
+
+
+def test_names_that_do_not_exist_delay_no_known_adapter(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a flood of new names, those whose callers have left are not looked up."""
+    hub.add("acme/sql", adapter_files())
+    missing = [AdapterReference(AdapterSource.HUB, f"acme/missing{i}") for i in range(64)]
+    gate = gate_looks(monkeypatch, {reference.id for reference in missing})
+
+    async def story(directory: AdapterDirectory) -> None:
+        await used(directory, SQL)
+        flood = [asyncio.create_task(refusal(directory, each)) for each in missing]
+        await until(lambda: gate.num_waiting > 0)
+        await used(directory, SQL)
+        looks = hub.looks()
+        waiting = gate.num_waiting
+        for task in flood[32:]:
+            task.cancel()
+        gate.opened.set()
+        ends = await asyncio.gather(*flood, return_exceptions=True)
+        assert set(ends[:32]) == {AdapterRefusal.NOT_FOUND}
+        assert waiting <= 32
+        assert hub.looks() - looks == 32
+
+    play(patient_config(tmp_path, {"recheck_s": 0}, hub_endpoint=hub.url), story)

@@ -21,22 +21,13 @@ from scheduler.adapters.resident import AdapterState
 from scheduler.events import Event
 from scheduler.scheduler import Scheduler
 from scheduler.snapshot import Snapshot
+from tests.clocks import Clock
 from tests.deployments.driver.fake_ranks import FakeGroup
 
 Story = Callable[[DriverEngine, FakeGroup], Awaitable[None]]
 
 PATIENCE_S = 300.0
 """How long a story may last, and a thread or a rank in it may be late, on a busy machine."""
-
-
-class Clock:
-    """Stands where a module looks for `time`, and goes on only by hand."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
 
 
 def config(root: Path, **changes: object) -> EngineConfig:

@@ -37,7 +37,6 @@ def routing(
     holds: Mapping[str, HoldingTier] | None = None,
     loads: Mapping[str, int] | None = None,
     rebuilding: tuple[str, ...] = (),
-    now: float = 0.0,
 ) -> RoutingPolicy:
     """A router that just heard where RED is and how many requests each replica has."""
     names = {*(holds or {}), *(loads or {}), *rebuilding}
@@ -50,7 +49,7 @@ def routing(
         ).packed()
         for name in names
     }
-    reply.update(stats, {}, now)
+    reply.update(stats, {}, 0.0)
     return reply
 
 

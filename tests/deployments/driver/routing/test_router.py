@@ -22,7 +22,8 @@ from deployments.driver.routing.policy import (
 )
 from deployments.driver.routing.router import AdapterRouter
 from deployments.early_submit import replica_listener
-from tests.deployments.driver.routing.stories import PATIENCE_S, Clock
+from tests.clocks import Clock
+from tests.deployments.driver.routing.stories import PATIENCE_S
 
 DRIVER = DeploymentID("Driver", "loray")
 RED = AdapterReference(AdapterSource.LOCAL, "red")

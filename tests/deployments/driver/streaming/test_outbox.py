@@ -4,22 +4,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deployments.contract import ReplyAddress, TokenRun
+from deployments.contract import TokenRun
 from deployments.driver.streaming import outbox
 from deployments.driver.streaming.outbox import Outbox
 from tests.deployments.driver.streaming.sockets import HERE, THERE, Sockets, heard
 from tests.fakes import token_logprobs
 
 
-def token_run(start: int, name: str = "r", index: int = 0, count: int = 1) -> TokenRun:
-    tokens = list(range(start, start + count))
-    skipped = [token for token in tokens if token % 3]
-    logprobs = [token_logprobs(token, 1) for token in tokens]
-    return TokenRun(name, index, start, tokens, logprobs, skipped=skipped)
+def token_run(start: int, name: str = "r", index: int = 0) -> TokenRun:
+    skipped = [start] if start % 3 else []
+    return TokenRun(name, index, start, [start], [token_logprobs(start, 1)], skipped=skipped)
 
 
-def say(box: Outbox, start: int, name: str = "r", address: ReplyAddress = HERE) -> None:
-    box.add(address, token_run(start, name))
+def say(box: Outbox, start: int, name: str = "r") -> None:
+    box.add(HERE, token_run(start, name))
     box.flush()
 
 

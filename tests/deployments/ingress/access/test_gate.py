@@ -232,3 +232,41 @@ def test_a_key_has_one_adapter_source_by_default(server: Server, http: httpx.Cli
     assert server.driver.requests[-1].adapter == AdapterReference(AdapterSource.LOCAL, "poet")
     body["parameters"]["adapter_source"] = "hub"  # type: ignore[index]
     assert http.post("/generate", json=body, headers=_bearer("a")).status_code == 403
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"origin": "http://localhost:8000", "host": "localhost:8000"}, 200),
+        ({"origin": "http://ours.example"}, 200),
+        ({"host": "[::1]:8000"}, 200),
+        ({"origin": "http://theirs.example"}, 401),
+        ({"origin": "null"}, 401),
+        ({"origin": "http://["}, 401),
+        ({"host": "theirs.example:8000", "origin": "http://theirs.example:8000"}, 401),
+        ({"host": "["}, 401),
+    ],
+)
+@pytest.mark.parametrize("origins", [("http://ours.example",), ("*", "http://ours.example")])
+def test_pages_of_other_sites_do_not_administer(
+    server: Server, http: httpx.Client, headers: dict[str, str], status: int, origins: Any
+) -> None:
+    """Without a preflight, a browser sends a POST to a server on its visitor's machine."""
+    api = ApiConfig(cors_allow_origin=origins)
+    server.fresh_app(IngressSettings(api=api, loopback=True))
+    assert http.post("/wake_up", headers=headers).status_code == status
+    assert http.post("/generate", json=BODY, headers=headers).status_code == 200
+
+
+def test_open_administration_has_any_name_but_no_foreign_pages(
+    server: Server, http: httpx.Client
+) -> None:
+    _configure(server, admin="open")
+    assert http.post("/wake_up", headers={"host": "gpu.example"}).status_code == 200
+    assert http.post("/wake_up", headers={"origin": "http://theirs.example"}).status_code == 401
+
+
+def test_a_page_with_the_admin_key_administers(guarded: Server, http: httpx.Client) -> None:
+    headers = {"origin": "http://theirs.example", "host": "gpu.example", **_bearer("root")}
+    assert http.post("/wake_up", headers=headers).status_code == 200

@@ -10,7 +10,8 @@ from configs.api import ApiConfig, KeyConfig
 from deployments.ingress.access.peers import ReplicaCount
 from deployments.ingress.access.quotas import Bucket, Quota
 from deployments.ingress.generation.engine import IngressSettings
-from tests.deployments.ingress.conftest import PATIENCE, Clock, Server
+from tests.clocks import Clock
+from tests.deployments.ingress.conftest import PATIENCE, Server
 
 
 class Controller:

@@ -3,7 +3,7 @@ import pytest
 from deployments.contract import ErrorKind
 from deployments.ingress.access.quotas import Bucket, Quota
 from deployments.ingress.http.errors import RequestError
-from tests.deployments.ingress.conftest import Clock
+from tests.clocks import Clock
 
 
 def test_a_bucket_fills_by_the_minute_and_no_more_than_that() -> None:

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import anthropic
 import httpx
-import msgspec
 import pytest
 from anthropic import beta_tool
 from pydantic import BaseModel
@@ -18,16 +17,12 @@ from tests.deployments.ingress.conftest import Server
 from tests.deployments.ingress.tools.tool_chats import HERMES
 from tests.fakes import FakeDriver
 
+pytestmark = pytest.mark.usefixtures("room_for_tools")
+
 TOOL: anthropic.types.ToolParam = {
     "name": "get_weather",
     "input_schema": {"type": "object", "properties": {"town": {"type": "string"}}},
 }
-
-
-@pytest.fixture(autouse=True)
-def _room_for_words(driver: FakeDriver) -> None:
-    """Tools as text need more tokens than the small engine has."""
-    driver.info = msgspec.structs.replace(driver.info, max_total_tokens=2048, max_input_tokens=2000)
 
 
 @pytest.fixture

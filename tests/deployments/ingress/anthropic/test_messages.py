@@ -21,18 +21,14 @@ from tests.deployments.ingress.openai.openai_http import CHAT
 from tests.deployments.ingress.tools.tool_chats import NATIVE, TWO, WEATHER
 from tests.fakes import FakeDriver, Unreliable, write_tokenizer
 
+pytestmark = pytest.mark.usefixtures("room_for_tools")
+
 TOOLS = [
     {"name": "get_weather", "description": "x", "input_schema": WEATHER["parameters"]},
     {"name": "get_time", "input_schema": {"type": "object"}},
 ]
 ALL = ["message_start", "content_block_start", "ping", "content_block_delta", "content_block_stop",
        "message_delta", "message_stop"]  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _room_for_words(driver: FakeDriver) -> None:
-    """Tools as text need more tokens than the small engine has."""
-    driver.info = msgspec.structs.replace(driver.info, max_total_tokens=2048, max_input_tokens=2000)
 
 
 def rebuilt(events: list[dict[str, Any]]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from deployments.ingress.chat_templates.renderer import Renderer
 from deployments.ingress.chat_templates.rendering import Rendered, packed
 from deployments.ingress.chat_templates.template import Conversation
 from deployments.ingress.http.errors import RequestError
-from tests.deployments.ingress.conftest import Clock
+from tests.clocks import Clock
 
 GOOD = "{{ messages[0].content }}"
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"

@@ -1,20 +1,16 @@
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import pytest
 
-from configs.wire.adapters import AdapterReference
 from configs.wire.sampling import FinishReason, Sampling, Stopping
-from configs.wire.templates import TemplateSource
 from deployments.contract import (
-    AdapterReport,
     Cancelled,
     Completion,
     Ending,
-    EngineInfo,
-    EngineLoad,
     ErrorKind,
     Failed,
     Finished,
@@ -25,7 +21,6 @@ from deployments.contract import (
     TokenFrame,
     TokenRun,
 )
-from deployments.engine_commands import EngineCommand
 from deployments.ingress.generation.calls import EngineCall, Event, events
 from deployments.ingress.generation.frames import RequestInboxes
 from deployments.ingress.http.errors import RequestError
@@ -33,22 +28,23 @@ from deployments.ingress.text.detokenizer_state import DetokenizerState
 from deployments.ingress.text.stops import StopStrings
 from deployments.ingress.text.tokenizer import ModelTokenizer
 from tests.deployments.ingress.conftest import Server
-from tests.fakes import Unreliable, byte_level_tokenizer
+from tests.fakes import FakeDriver, Unreliable, byte_level_tokenizer, engine_info
 
-TEXT = ModelTokenizer(byte_level_tokenizer())
-IDS = byte_level_tokenizer().encode("the fox END! the dog", add_special_tokens=False).ids
+TOKENIZER = byte_level_tokenizer()
+TEXT = ModelTokenizer(TOKENIZER)
+IDS = TOKENIZER.encode("the fox END! the dog", add_special_tokens=False).ids
 DONE = Finished(FinishReason.LENGTH)
 
 
-class Scripted:
+class Scripted(FakeDriver):
     """A driver that sends one frame, then waits for `finish` if it is to, then ends."""
 
     def __init__(self, inboxes: RequestInboxes, framed: int, endings: list[Ending]) -> None:
+        super().__init__(engine_info(Path(), TOKENIZER), TOKENIZER)
         self._inboxes = inboxes
         self._framed = framed
         self._endings = endings
         self.waits = False
-        self.finishes: list[tuple[int, int]] = []
         self._finished = asyncio.Event()
         self.failing_finish = False
 
@@ -64,24 +60,6 @@ class Scripted:
         self._finished.set()
         if self.failing_finish:
             raise ConnectionError("the driver is gone")
-
-    async def adapters(self, command: EngineCommand) -> list[AdapterReport]:
-        raise NotImplementedError
-
-    async def chat_template(
-        self,
-        adapter: AdapterReference,
-        api_token: str | None,
-        allowed: tuple[str, ...] | None = None,
-        payer: str = "",
-    ) -> TemplateSource | Failed:
-        raise NotImplementedError
-
-    async def loads(self) -> list[EngineLoad]:
-        raise NotImplementedError
-
-    async def describe(self) -> EngineInfo:
-        raise NotImplementedError
 
 
 def _seen(

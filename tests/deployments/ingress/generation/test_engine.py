@@ -9,7 +9,8 @@ from deployments.ingress.generation.engine import EngineClient, IngressSettings
 from deployments.ingress.generation.frames import RequestInboxes
 from deployments.ingress.http.errors import RequestError
 from deployments.ingress.text.tokenizer import ModelTokenizer
-from tests.deployments.ingress.conftest import PATIENCE, Clock
+from tests.clocks import Clock
+from tests.deployments.ingress.conftest import PATIENCE
 from tests.fakes import FakeDriver, engine_info, write_tokenizer
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from deployments.contract import EngineLoad
 from deployments.ingress.generation.loads import EngineLoads
-from tests.deployments.driver.routing.stories import Clock
+from tests.clocks import Clock
 
 ONE = EngineLoad("tiny", 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, [])
 

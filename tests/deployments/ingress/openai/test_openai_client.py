@@ -1,19 +1,11 @@
 """The OpenAI client, unmodified, against a real server."""
 
-from collections.abc import Iterator
-
 import openai
 import pytest
 
 from deployments.contract import ErrorKind, Failed
-from tests.deployments.ingress.conftest import Server, spoken
+from tests.deployments.ingress.conftest import spoken
 from tests.fakes import FakeDriver, Unreliable
-
-
-@pytest.fixture
-def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="EMPTY", max_retries=0) as client:
-        yield client
 
 
 def test_completions(client: openai.OpenAI, driver: FakeDriver) -> None:

@@ -1,18 +1,18 @@
 """POST /v1/responses: items in, items out, the same whole and streamed."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
-import msgspec
 import openai
 import pytest
 
 from deployments.contract import ErrorKind, Failed
-from tests.deployments.ingress.conftest import Server, spoken
+from tests.deployments.ingress.conftest import spoken
 from tests.deployments.ingress.openai.openai_http import post, refused
 from tests.fakes import FakeDriver, Unreliable
+
+pytestmark = pytest.mark.usefixtures("room_for_tools")
 
 PATH = "/v1/responses"
 CALL = {"name": "get_weather", "arguments": {"town": "Paris"}}
@@ -22,18 +22,6 @@ TOOLS = [{"type": "function", "name": "get_weather", "strict": True, "parameters
     "additionalProperties": False}}]  # fmt: skip
 FORMAT = {"type": "json_schema", "name": "x", "strict": True,
           "schema": {"type": "object", "properties": {"a": {"type": "integer"}}}}  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _room_for_words(driver: FakeDriver) -> None:
-    """Tools as text need more tokens than the small engine has."""
-    driver.info = msgspec.structs.replace(driver.info, max_total_tokens=2048, max_input_tokens=2000)
-
-
-@pytest.fixture
-def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="EMPTY", max_retries=0) as client:
-        yield client
 
 
 def events_of(http: httpx.Client, **body: object) -> list[dict[str, Any]]:

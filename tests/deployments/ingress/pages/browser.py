@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import threading
 import time
-from base64 import b64decode
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -91,11 +90,6 @@ class Browser:
     def type(self, text: str) -> None:
         """Text into what has the focus."""
         self.call("Input.insertText", text=text)
-
-    def screenshot(self, path: Path) -> None:
-        """The whole page as a PNG."""
-        shot = self.call("Page.captureScreenshot", captureBeyondViewport=True)
-        path.write_bytes(b64decode(shot["data"]))
 
 
 @contextmanager

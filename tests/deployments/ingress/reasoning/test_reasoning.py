@@ -1,7 +1,7 @@
 """Reasoning in chats and responses: split from the text, counted, switched, sent back."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +50,6 @@ def serve(
 @pytest.fixture
 def thinking(server: Server, tmp_path: Path) -> FakeDriver:
     return serve(server, tmp_path, TEMPLATE)
-
-
-@pytest.fixture
-def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="EMPTY", max_retries=0) as client:
-        yield client
 
 
 def both(http: httpx.Client, **body: Any) -> dict[str, Any]:

@@ -65,6 +65,9 @@ def test_schemas_reach_the_driver(
         ({"oneOf": KINDS}, "oneOf constraints are not supported. Write anyOf, or give each"),
         ({"$ref": "#"}, "the schema is not supported: no answer fits it"),
         ({"description": "x" * 70_000}, "longer than 65536 characters"),
+        ({"type": "integer", "minimum": 1e19, "maximum": 1e20}, "`minimum` has 1e+19, which is"),
+        ({"items": {"type": "integer", "exclusiveMaximum": -(2**63)}}, "`exclusiveMaximum` has"),
+        ({"properties": {"a": {"enum": [1, [2**64]]}}}, "`enum` has 18446744073709551616, which"),
     ],
 )
 def test_schemas_that_cannot_be_compiled(
@@ -75,6 +78,23 @@ def test_schemas_that_cannot_be_compiled(
     assert error["param"] == "response_format"
     assert words in error["message"]
     assert driver.requests == []
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "integer", "minimum": 0, "maximum": 2**64 - 1},
+        {"type": "integer", "minimum": -1e18, "maximum": 1e30},
+        {"enum": [2**64 - 1, -(2**62), 1.5]},
+        {"type": "object", "properties": {"minimum": {"const": 5}}},
+    ],
+)
+def test_large_numbers_that_can_be_enforced(
+    http: httpx.Client, driver: FakeDriver, schema: dict[str, Any]
+) -> None:
+    given = {"type": "json_schema", "json_schema": {"schema": schema}}
+    post(http, CHAT, messages=HELLO, response_format=given)
+    assert len(driver.requests) == 1
 
 
 def test_blanks_between_tokens_are_few(http: httpx.Client, driver: FakeDriver) -> None:

@@ -1,14 +1,12 @@
 """Chats with tools: the prompt, the constraint, and the reply."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from tests.deployments.ingress.conftest import Server
 from tests.deployments.ingress.openai.openai_http import CHAT, HELLO, post, refused, stream
 from tests.deployments.ingress.tools.tool_chats import (
     CALL,
@@ -190,12 +188,6 @@ def test_what_is_refused(
     assert error["param"] == param
     assert words in error["message"]
     assert driver.requests == []
-
-
-@pytest.fixture
-def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="EMPTY", max_retries=0) as client:
-        yield client
 
 
 def test_openais_client(client: openai.OpenAI, driver: FakeDriver) -> None:
