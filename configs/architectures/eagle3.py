@@ -11,12 +11,11 @@ from typing import Any
 from pydantic import PositiveFloat, PositiveInt
 
 from configs.architectures.base import Activation, ArchitectureError, activation, required
+from configs.architectures.files import read_config
 from configs.architectures.rope import Rope, RopeType, read_rope
 from configs.base import Config
-from configs.reading import read_object
 
 CONFIG_NAME = "config.json"
-_MAX_CONFIG_BYTES = 1 << 20
 
 _DEFAULTS: dict[str, Any] = {
     "hidden_act": "silu",
@@ -80,11 +79,7 @@ class Eagle3Architecture(Config):
 def load_eagle3(folder: Path) -> Eagle3Architecture:
     """Read `folder`/config.json; ArchitectureError says what is missing or not supported."""
     path = folder / CONFIG_NAME
-    try:
-        config = read_object(path, _MAX_CONFIG_BYTES)
-    except (OSError, ValueError) as error:
-        raise ArchitectureError(f"{path} cannot be read: {error}") from error
-    return parse_eagle3(config, str(path))
+    return parse_eagle3(read_config(path), str(path))
 
 
 def parse_eagle3(config: Mapping[str, Any], where: str) -> Eagle3Architecture:

@@ -5,12 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from configs.architectures.base import ArchitectureError
+from configs.architectures.files import read_config
 from configs.base import Config
-from configs.reading import read_object
 
 CONFIG_NAME = "config.json"
 MOST_HEADS = 64
-_MAX_CONFIG_BYTES = 1 << 20
 
 
 class MedusaArchitecture(Config):
@@ -26,11 +25,7 @@ def load_medusa(folder: Path, within: Path | None = None) -> MedusaArchitecture:
     within: as in RegularFile.
     """
     path = folder / CONFIG_NAME
-    try:
-        config = read_object(path, _MAX_CONFIG_BYTES, within)
-    except (OSError, ValueError) as error:
-        raise ArchitectureError(f"{path} cannot be read: {error}") from error
-    return parse_medusa(config, str(path))
+    return parse_medusa(read_config(path, within), str(path))
 
 
 def parse_medusa(config: Mapping[str, Any], where: str) -> MedusaArchitecture:

@@ -19,7 +19,7 @@ from configs.architectures.base import (
     refuse_many_layers,
     refuse_quantised,
 )
-from configs.architectures.files import read_object
+from configs.architectures.files import read_config
 from configs.architectures.quantisation import parse_quantisation
 from configs.architectures.rope import RotaryArchitecture
 from configs.base import faults
@@ -188,7 +188,7 @@ def vocab_size(folder: Path) -> int:
 
 def _of_decoder(path: Path, key: str) -> Any:
     """Return what a file says of the model, or of its decoder; None for nothing."""
-    fields = read_object(path) if path.is_file() else {}
+    fields = read_config(path) if path.is_file() else {}
     own = fields.get(key)
     return (fields.get("text_config") or {}).get(key) if own is None else own
 
@@ -204,13 +204,13 @@ def _read(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
         raise ArchitectureError(f"{folder} holds no config.json: is this a model's folder?")
-    return read_object(path)
+    return read_config(path)
 
 
 def _keeps_keys(folder: Path, config: Mapping[str, Any]) -> bool:
     """Whether the model's own `generate` keeps keys from token to token, or reads all anew."""
     path = folder / "generation_config.json"
-    settings = read_object(path) if path.is_file() else config
+    settings = read_config(path) if path.is_file() else config
     return settings.get("use_cache") is not False
 
 

@@ -170,8 +170,8 @@ class RayRanks:
         ranks = range(self._num_ranks)
         found = self._find() if self._wants_standby else {}
         if len(found) < self._num_ranks:
-            for process, _ in found.values():
-                self._ending.append(_kill_process(ray.get(process.process.remote())))
+            for actor, _ in found.values():
+                self._ending.append(_kill_process(_process_of(actor)))
             return [self._spawn(rank) for rank in ranks]
         known = [found[rank].known for rank in ranks]
         if all(each is not None and each.config == self._digest for each in known):
@@ -198,7 +198,7 @@ class RayRanks:
 
     def _gpus(self, there: Mapping[int, Sequence[ActorHandle]]) -> dict[int, tuple[str, ...]]:
         """Return Ray's ids of the GPUs of these ranks, which are on this node."""
-        held = {rank: ray.get(each[0].process.remote()).gpus for rank, each in there.items()}
+        held = {rank: _process_of(each[0]).gpus for rank, each in there.items()}
         whole = num_gpus_here() == self._num_ranks == len({*held.values()} - {()})
         # A group that has all GPUs of the node may take them in any order: it need not ask Ray,
         # which starts a process for each answer.
@@ -277,6 +277,11 @@ class RayRanks:
             listener.close()
         _report_end(runs, links.report_loss)
         return links
+
+
+def _process_of(actor: ActorHandle) -> RankProcess:
+    process: RankProcess = ray.get(actor.process.remote(), timeout=_ENDING_SECONDS)
+    return process
 
 
 def _gpu_ids() -> tuple[str, ...]:

@@ -22,7 +22,7 @@ class Guard:
     def __init__(
         self,
         driver: Process | None,
-        wait_s: float = UNUSED_S,
+        wait_s: float,
         keeper: Process | None = None,
         end: Callable[[int], object] = os._exit,
         clock: Callable[[], float] = time.monotonic,
@@ -47,7 +47,7 @@ class Guard:
     def acquire(self, driver: Process) -> bool:
         """Give the process to a driver; False while it has another that lives."""
         with self._lock:
-            if self._driver != driver and _lives(self._driver):
+            if self._driver != driver and (self._works or _lives(self._driver)):
                 return False
             self._driver = driver
             return True

@@ -108,9 +108,13 @@ def waiting_ranks(size: int, log_format: LogFormat) -> dict[int, list[ActorHandl
 def acquire(actors: list[ActorHandle], gpus: tuple[str, ...]) -> FreeProcess | None:
     """Have the first of these processes that is for such GPUs belong to the caller."""
     for actor in actors:
-        with suppress(ray.exceptions.RayError):
+        try:
+            known = ray.get(actor.known.remote(), timeout=_ANSWER_TIMEOUT_S)
             if ray.get(actor.acquire.remote(this_process(), gpus), timeout=_ACQUIRE_TIMEOUT_S):
-                return FreeProcess(actor, ray.get(actor.known.remote(), timeout=_ANSWER_TIMEOUT_S))
+                return FreeProcess(actor, known)
+        except ray.exceptions.RayError:
+            # It has just ended, or may yet belong to the caller, which would never end it.
+            ray.kill(actor, no_restart=True)
     return None
 
 

@@ -41,7 +41,7 @@ _STORED: dict[WeightFormat, tuple[Reader, tuple[str, ...]]] = {
 """How to read a format, and the tensors that show that a map is stored in it."""
 
 
-_UNFIT = (*(RuntimeError, IndexError, TypeError, KeyError, ArithmeticError, JSONDecodeError),)
+_UNFIT = (RuntimeError, IndexError, TypeError, KeyError, ArithmeticError, JSONDecodeError)
 """What reading raises for tensors that do not fit each other."""
 
 

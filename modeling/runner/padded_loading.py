@@ -23,7 +23,7 @@ from transformers import (
 from transformers.utils.import_utils import is_accelerate_available, is_bitsandbytes_available
 
 from configs.architectures.base import ArchitectureError, refuse_window_of_one
-from configs.architectures.files import read_object
+from configs.architectures.files import read_config
 from configs.architectures.padded import PaddedArchitecture
 from configs.architectures.select import load_padded
 from configs.model import DType, LoadFormat, ModelConfig, Quantize
@@ -316,7 +316,7 @@ def weights_dtype(config: ModelConfig, model_config: PretrainedConfig, folder: P
 
 def _not_built(config: ModelConfig, folder: Path, error: Exception) -> ArchitectureError:
     """Say why transformers cannot build a model, and what to do where we know."""
-    settings = read_object(folder / "config.json")
+    settings = read_config(folder / "config.json")
     if settings.get("auto_map") and not config.trust_remote_code:
         return ArchitectureError(
             f"{folder.name} brings its own code ({', '.join(sorted(settings['auto_map']))}), which "

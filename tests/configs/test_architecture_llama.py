@@ -337,11 +337,11 @@ def test_a_folder_without_config(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (b"{", "cannot be read as JSON"),
-        (b"\xff", "cannot be read as JSON"),
-        (b'{"a":' * 100_000, "cannot be read as JSON: maximum recursion"),
+        (b"{", "cannot be read"),
+        (b"\xff", "cannot be read"),
+        (b'{"a":' * 100_000, "cannot be read: maximum recursion"),
         (b"[1]", "must hold an object, found list"),
-        (b" " * (32 << 20) + b"{}", "cannot be read as JSON: .* bytes, more than"),
+        (b" " * (32 << 20) + b"{}", "cannot be read: .* bytes, more than"),
     ],
     ids=["damaged", "no text", "deep", "list", "large"],
 )

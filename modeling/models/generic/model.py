@@ -318,6 +318,8 @@ def _build(architecture: GenericArchitecture, dtype: torch.dtype) -> PreTrainedM
             model: PreTrainedModel = auto.from_config(
                 config, dtype=dtype, attn_implementation=ATTENTION
             )
+    except torch.OutOfMemoryError:
+        raise  # It says nothing of the config.
     except NOT_TAKEN as error:
         raise ArchitectureError(
             f"transformers builds no {config.model_type} of this config.json: {error!r}"

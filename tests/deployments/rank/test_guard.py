@@ -62,6 +62,7 @@ def test_it_ends_with_the_driver_that_it_works_for() -> None:
     watched = Watched(ENDED)
     watched.guard.work()
     assert not watched.guard.waits
+    assert not watched.guard.acquire(LIVES)
     assert watched.ended_after(0.0)
 
 
