@@ -1,10 +1,13 @@
 """EAGLE-3 heads on a GPU: in float32 they change no token, whether steps, entries and guesses are
 captured or launched, and guess what heads in plain torch do."""
 
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from configs.engine import CudaGraphs
@@ -14,14 +17,25 @@ from modeling.batch import ForwardBatch
 from modeling.runner import eagle3_graphs, loading
 from modeling.runner.paged import ModelRunner
 from scheduler import speculation
+from sharding.group import TensorParallel
 from tests.checkpoints import AdapterRecipe, write_adapter, write_llama
 from tests.modeling.no_waits import no_synchronisation
 from tests.modeling.parity import engine_config
 from tests.modeling.runner.test_graphs_cuda import WIDE
 from tests.modeling.test_medusa_cuda import answers
 from tests.modeling.test_parity_eagle3 import MOST, NUM_DRAFTS, Trained
+from tests.sharding.cuda_ranks import run_cuda_ranks
 
 pytestmark = pytest.mark.gpu
+
+
+def trained_heads(folder: Path) -> tuple[Trained, list[Path]]:
+    """Heads for a small Llama, trained on what it answers, and two adapters."""
+    model = write_llama(folder / "model", "gqa", **{**WIDE, "num_hidden_layers": 6})
+    recipes = [AdapterRecipe(r=8, seed=2), AdapterRecipe(r=3, target_modules=("q_proj",))]
+    adapters = [write_adapter(folder / f"a{i}", model, r) for i, r in enumerate(recipes)]
+    plain, _ = answers(engine_config(model), CudaGraphs.DECODE, adapters, 0)
+    return Trained(folder, model, adapters, plain, MOST, False, (1, 2, 2)), adapters
 
 
 def test_heads_guess_as_in_plain_torch_and_change_no_token(
@@ -37,11 +51,7 @@ def test_heads_guess_as_in_plain_torch_and_change_no_token(
         return run_chain(self, *given)
 
     monkeypatch.setattr(eagle3_graphs.ChainGraphs, "run", watched)
-    model = write_llama(tmp_path / "model", "gqa", **{**WIDE, "num_hidden_layers": 6})
-    recipes = [AdapterRecipe(r=8, seed=2), AdapterRecipe(r=3, target_modules=("q_proj",))]
-    adapters = [write_adapter(tmp_path / f"a{i}", model, r) for i, r in enumerate(recipes)]
-    plain, _ = answers(engine_config(model), CudaGraphs.DECODE, adapters, 0)
-    trained = Trained(tmp_path, model, adapters, plain, MOST, False, (1, 2, 2))
+    trained, adapters = trained_heads(tmp_path)
     for graphs in (CudaGraphs.NONE, CudaGraphs.DECODE):
         made, run = answers(trained.config, graphs, adapters, NUM_DRAFTS)
         captured = graphs is CudaGraphs.DECODE
@@ -50,6 +60,24 @@ def test_heads_guess_as_in_plain_torch_and_change_no_token(
         trained.check(made, run)
     for sampling in (Sampling(), Sampling(temperature=0.7, top_p=0.9, seed=3)):
         guess_without_waiting(run.runner, sampling)
+
+
+def check_rank(
+    trained: Trained, adapters: Sequence[Path], group: TensorParallel, device: torch.device
+) -> None:
+    """Compare one rank's answers and drafts, launched and captured; in a process of its own."""
+    assert group.size > 1
+    loading.EAGLE3_LAUNCHED_ON, speculation.MARGIN = ("cpu", device.type), 0.0
+    for graphs in (CudaGraphs.NONE, CudaGraphs.DECODE):
+        made, run = answers(trained.config, graphs, adapters, NUM_DRAFTS, group)
+        assert (run.runner.num_captured > 5) == (graphs is CudaGraphs.DECODE)
+        trained.check(made, run)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_two_gpus(tmp_path: Path) -> None:
+    """Tokens are those of one GPU without heads, guesses those of plain torch."""
+    run_cuda_ranks(2, partial(check_rank, *trained_heads(tmp_path)))
 
 
 def guess_without_waiting(runner: ModelRunner, sampling: Sampling) -> None:

@@ -1,6 +1,7 @@
 """Medusa heads on a GPU: in float32 they change no token, whether steps are captured or launched,
 and guess what heads in plain torch do."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from configs.engine import AttentionKind, CudaGraphs, Device, EngineConfig
 from modeling.runner.load_paged import load_paged
 from modeling.runner.loading import pick_device
 from scheduler import speculation
-from sharding.group import SingleRank
+from sharding.group import SingleRank, TensorParallel
 from tests.checkpoints import AdapterRecipe, write_adapter, write_llama
 from tests.modeling.parity import engine_config
 from tests.modeling.runner.test_graphs_cuda import WIDE
@@ -28,16 +29,21 @@ pytestmark = pytest.mark.gpu
 
 
 def answers(
-    config: EngineConfig, graphs: CudaGraphs, adapters: list[Path], num_drafts: int
+    config: EngineConfig,
+    graphs: CudaGraphs,
+    adapters: Sequence[Path],
+    num_drafts: int,
+    group: TensorParallel | None = None,
 ) -> tuple[list[Answer], WatchedRanks]:
-    """What all requests get, and the rank that it was generated on."""
+    """What all requests get, and the rank that it was generated on; group: None is one GPU."""
+    ranks = group or SingleRank()
     changes = {"device": Device.CUDA, "attention": AttentionKind.TRITON, "cuda_graphs": graphs}
     own = config.model_copy(update=changes)
     run = WatchedRanks(
-        lambda: load_paged(own, SingleRank(), pick_device(own.device)).allocate(),
+        lambda: load_paged(own, ranks, pick_device(own.device)).allocate(),
         adapters,
         7,
-        None,
+        group,
         num_drafts,
     )
     return generate_scheduled(run, REQUESTS), run
