@@ -9,8 +9,8 @@ expert and adapter, so no pair waits for another. Grids depend on the number of 
 adapters there are is read on the device. LoRA rank rows are read two pages at once, as far as there
 are any: a pair whose expert the adapter leaves as it is reads none.
 
-Launches are programmatic dependent ones, as in `modeling.layers.triton`. No kernel writes slots,
-tables and pools, so they may be read before the kernel ahead has ended.
+Launches are programmatic dependent ones, as in `modeling.layers.triton`. No kernel writes tables
+and pools, so they may be read before the kernel ahead has ended.
 """
 
 from dataclasses import dataclass
@@ -89,8 +89,9 @@ def pair_delta(
         rows, used = rank_rows(at, start, r, layer, num_pages, width, PAGES)
         mask = used[:, None] & inside[None, :]
         tile = tl.load(bt + rows[:, None] + n[None, :], mask=mask, other=0.0)
-        own = tl.load(shrunk + start * 8 + r, mask=used, other=0.0)
-        total += tl.sum(tile.to(tl.float32) * own[:, None], axis=0)
+        own = tl.load(shrunk + start * 8 + r, mask=start + r // 8 < PAGES, other=0.0)
+        # `used` has one layout, that of tiles: with two Triton 3.6 fails.
+        total += tl.sum(tile.to(tl.float32) * tl.where(mask, own[:, None], 0.0), axis=0)
     return total
 
 
@@ -130,11 +131,12 @@ def token_delta(
     total = tl.zeros([BLOCK_N], dtype=tl.float32)
     for start in range(0, count, 2):
         rows, used = rank_rows(at, start, r, layer, num_pages, width, PAGES)
-        used &= own
-        factor = tl.load(shrunk + (pair * PAGES + start) * 8 + r, mask=used, other=0.0) * share
+        there = own & (start + r // 8 < PAGES)
+        factor = tl.load(shrunk + (pair * PAGES + start) * 8 + r, mask=there, other=0.0) * share
         mask = used[:, None] & inside[None, :]
         tile = tl.load(bt + rows[:, None] + n[None, :], mask=mask, other=0.0)
-        total += tl.sum(tile.to(tl.float32) * factor[:, None], axis=0)
+        # See pair_delta. Pairs behind the last one have a factor of 0.
+        total += tl.sum(tile.to(tl.float32) * tl.where(mask, factor[:, None], 0.0), axis=0)
     return total
 
 
@@ -151,16 +153,17 @@ def _shrink(
     """Program (pair, target, share of the pages): shrunk [targets, pairs, PAGES * 8].
 
     ACTIVE: pairs that share an entry of slots; SHARED: those that share a row of x. RANKS: rank
-    rows that are read at once. EARLY: whether experts were written before the kernel ahead began.
+    rows that are read at once. EARLY: whether experts and slots were written before the kernel
+    ahead began.
     """
     pair, target = tl.program_id(0), tl.program_id(1)
-    slot = tl.load(slots + pair // ACTIVE)
     of, a = map0, a0
     if target == 1:
         of, a = map1, a1
     if PDL and not EARLY:
         gdc_wait()
         gdc_launch_dependents()
+    slot = tl.load(slots + pair // ACTIVE)
     expert = tl.load(experts + pair)
     own_expert = tl.minimum(expert, COUNT - 1)
     at, count = pages_of_pair(table, slot, of, own_expert, MAPS, STRIDE, PAGES, WIDE)
@@ -253,7 +256,7 @@ class PairDeltas:
         x: [tokens or pairs, in], contiguous. experts: int64 [pairs], `count` and more for other
         ranks'. slots: int32 [tokens or pairs]. projections: one or two, of the same inputs. layer:
         its index among those with experts. early: whether the kernel ahead of this one waited for
-        what wrote experts.
+        what wrote experts and slots.
         """
         (_, inputs), pairs = x.shape, experts.numel()
         pages, pdl = self.table.shape[2], has_dependent_launch(x.device)
