@@ -259,7 +259,7 @@ class PairDeltas:
         what wrote experts and slots.
         """
         (_, inputs), pairs = x.shape, experts.numel()
-        pages, pdl = self.table.shape[2], has_dependent_launch(x.device)
+        pages, pdl = self.table.shape[3], has_dependent_launch(x.device)
         shrunk = x.new_empty(len(projections), pairs, pages * ROWS, dtype=torch.float32)
         own = [self.pools[each][0] for each in (projections[0], projections[-1])]
         constants: dict[str, Any] = {
