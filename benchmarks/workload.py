@@ -238,6 +238,16 @@ def adapter_parameters(shape: str, rank: int, ranks: int = 1) -> int:
     return layers * rank * per_row
 
 
+def expert_parameters(shape: str, rank: int) -> int:
+    """Numbers in A and B of gate, up and down of all routed experts; 0 for shapes without."""
+    config = SHAPES[shape]
+    if "num_experts" not in config:
+        return 0
+    widths = config["hidden_size"] + config["moe_intermediate_size"]
+    count: int = config["num_hidden_layers"] * config["num_experts"] * rank * 3 * widths
+    return count
+
+
 def write_adapter(
     folder: Path, shape: str, rank: int, seed: int, targets: Sequence[str] = (), kind: str = ""
 ) -> None:

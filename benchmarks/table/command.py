@@ -9,9 +9,9 @@
 For each group it writes the model and adapters where they are missing, starts a server, plays the
 cases, ends the server, and looks whether the GPU's memory is free again. Each case is a line of the
 results file at once; the same command again goes on with what is not in it. Groups: one-gpu,
-two-gpus, seventy-b (four GPUs), churn, churn-all-resident, open-loop, fairness, kinds, structured,
-start; with --peer also peer, peer-two-gpus, peer-churn, peer-seventy-b, peer-open-loop: the same
-cases by another server.
+two-gpus, seventy-b (four GPUs), churn, churn-all-resident, open-loop, fairness, kinds, experts (of
+shapes with routed experts), structured, start; with --peer also peer, peer-two-gpus, peer-churn,
+peer-seventy-b, peer-open-loop: the same cases by another server.
 """
 
 import argparse
@@ -45,13 +45,21 @@ def selected_names(parsed: argparse.Namespace, known: dict[str, RowGroup]) -> li
     else:
         names = list(known) + (list(PEER_OF) if parsed.peer else [])
         names = [name for name in names if known[PEER_OF.get(name, name)].gpus <= has]
+        names = [name for name in names if is_for(known[PEER_OF.get(name, name)], parsed.shape)]
     for name in names:
         group = known[PEER_OF.get(name, name)]
+        if not is_for(group, parsed.shape):
+            raise SetupError(f"{name} needs a --shape with routed experts")
         if group.gpus > has:
             raise SetupError(f"{name} needs {group.gpus} GPUs, this machine has {has}")
         if name in PEER_OF and not parsed.peer:
             raise SetupError(f"{name} needs --peer: {', '.join(PEERS)}, or a command")
     return names
+
+
+def is_for(group: RowGroup, shape: str) -> bool:
+    """Whether a shape has what the group's adapters are of."""
+    return group.expert_pages is None or "num_experts" in SHAPES[shape]
 
 
 def peer_of(parsed: argparse.Namespace) -> Peer | None:

@@ -142,8 +142,9 @@ class RowGroup:
     """Cases for one server.
 
     gpus: tensor-parallel ranks. shape: None is the command's own. slots, pages, max_rank: of the
-    adapters on the device; pages are of 8 rank rows in each projection's pool. json: the tokenizer
-    can spell JSON. weights: a real checkpoint.
+    adapters on the device; pages are of 8 rank rows in each projection's pool. expert_pages: the
+    same of every routed expert, for shapes that have some; None: the server decides. json: the
+    tokenizer can spell JSON. weights: a real checkpoint.
     """
 
     name: str
@@ -154,6 +155,7 @@ class RowGroup:
     slots: int = RESIDENT
     pages: int = RESIDENT * 2
     max_rank: int = PLAIN_RANK
+    expert_pages: int | None = None
     json: bool = False
     weights: bool = False
 
@@ -183,6 +185,7 @@ def groups(scale: Scale) -> dict[str, RowGroup]:
         RowGroup("open-loop", f"arrivals by chance over {RESIDENT} adapters", _open(scale)),
         RowGroup("fairness", "6 adapters on 3 slots", fair, slots=3, pages=3 * _pages(PLAIN_RANK)),
         _kinds(scale, lora32),
+        _experts(scale, rows),
         RowGroup("structured", "answers under a schema", (_structured(scale),), json=True),
         RowGroup(
             "start", "a server's start", _start(), pages=mixed_pages, max_rank=rank, weights=True
@@ -198,10 +201,11 @@ def written(plays: Iterable[Play]) -> list[WorkloadRecipe]:
 
 def written_for(names: Iterable[str]) -> list[WorkloadRecipe]:
     """The adapters of these names; those of a kind are counted from 0."""
-    most = dict.fromkeys("amsdv", 0)
+    most = dict.fromkeys("amsdve", 0)
     for name in set(names) - {BASE}:
         most[name[0]] = max(most[name[0]], int(name[1:]) + 1)
-    return recipes(most["a"], most["m"], most["s"], dora=most["d"], activated=most["v"])
+    plain = most["a"], most["m"], most["s"]
+    return recipes(*plain, dora=most["d"], activated=most["v"], experts=most["e"])
 
 
 def rank_rows(recipe: WorkloadRecipe) -> int:
@@ -318,6 +322,23 @@ def _kinds(scale: Scale, lora32: Play) -> RowGroup:
         plays,
         slots=len(needed),
         pages=sum(_pages(rank_rows(each)) for each in needed),
+    )
+
+
+def _experts(scale: Scale, rows: Sequence[Play]) -> RowGroup:
+    """Adapters of attention, then of all routed experts too."""
+    plain = _named(rows, f"lora{FEW}-c64")
+    assert isinstance(plain.what, Case)
+    more = replace(plain.what, name=f"experts{FEW}-c64", models=_models("e", FEW))
+    plays = _named(rows, "base-c64"), plain, Play(more, 2 * plain.seconds, settle=True)
+    pages = FEW * _pages(PLAIN_RANK)
+    return RowGroup(
+        "experts",
+        "adapters of routed experts",
+        plays,
+        slots=2 * FEW,
+        pages=2 * pages,
+        expert_pages=pages,
     )
 
 

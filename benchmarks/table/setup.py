@@ -22,6 +22,7 @@ from benchmarks.workload import (
     SHAPES,
     WorkloadRecipe,
     adapter_parameters,
+    expert_parameters,
     is_model,
     is_written,
     projection_sizes,
@@ -34,6 +35,7 @@ KIND_OPTIONS = {
     "s": "--small-adapters",
     "d": "--dora-adapters",
     "v": "--activated-adapters",
+    "e": "--expert-adapters",
 }
 """Of benchmarks.workload: how many adapters, by the first letter of their names."""
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -211,6 +213,8 @@ def _bytes_on_disk(shape: str, recipe: WorkloadRecipe) -> int:
         sizes = projection_sizes(shape).items()
         aimed = sum(i + o for name, (i, o) in sizes if name.split(".")[-1] in recipe.targets)
         per_row = aimed * int(SHAPES[shape]["num_hidden_layers"])
+    if recipe.kind == "experts":
+        per_row += expert_parameters(shape, 1)
     return 2 * recipe.rank * per_row
 
 
@@ -228,26 +232,31 @@ def host_bytes(setup: Setup, group: RowGroup, plays: Iterable[Play]) -> int:
     ranks = [rank_rows(recipe) for recipe in written(plays) if not recipe.targets]
     rows = [-(-rank // PAGE_ROWS) * PAGE_ROWS for rank in ranks]
     held = sum(adapter_parameters(shape, row, group.gpus) for row in rows)
+    if group.expert_pages:
+        held += expert_parameters(shape, group.expert_pages * PAGE_ROWS)
     return int(held * item * HOST_SHARE) + HOST_SPARE
 
 
 def server_config(setup: Setup, group: RowGroup) -> dict[str, Any]:
     """The Serve config of one group, the same for any of its cases."""
     model = {"id": str(setup.model_of(group)), "name": BASE, "dtype": setup.dtype}
+    adapters = {
+        "default_source": "local",
+        "local_roots": [str(setup.adapters_of(group))],
+        "device_pages": group.pages,
+        "max_device_adapters": group.slots,
+        "max_rank": group.max_rank,
+        "host_bytes": host_bytes(setup, group, group.plays),
+    }
+    if group.expert_pages is not None:
+        adapters["expert_pages"] = group.expert_pages
     args: dict[str, Any] = {
         "engine": {
             "model": {**model, "load_format": "safetensors" if group.weights else "dummy"},
             "tensor_parallel": group.gpus,
             "device": setup.device,
             "limits": {"max_step_tokens": MAX_STEP_TOKENS, "max_running": MAX_RUNNING},
-            "adapters": {
-                "default_source": "local",
-                "local_roots": [str(setup.adapters_of(group))],
-                "device_pages": group.pages,
-                "max_device_adapters": group.slots,
-                "max_rank": group.max_rank,
-                "host_bytes": host_bytes(setup, group, group.plays),
-            },
+            "adapters": adapters,
         },
         "driver_cpus": CPUS,
         "rank_cpus": CPUS,

@@ -4,6 +4,7 @@ import argparse
 import itertools
 import os
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -185,7 +186,8 @@ def test_groups_are_those_that_the_gpus_allow() -> None:
     known = groups(FULL)
     here = selected_names(parsed(), known)
     assert "two-gpus" in here
-    assert "seventy-b" not in here
+    assert not {"seventy-b", "experts"} & set(here)
+    assert "experts" in selected_names(parsed("--shape", "qwen3-30b-a3b"), known)
     assert not set(here) & set(PEER_OF)
     assert {"peer", "peer-two-gpus", "peer-churn"} < set(
         selected_names(parsed("--peer", "vllm"), known)
@@ -194,6 +196,18 @@ def test_groups_are_those_that_the_gpus_allow() -> None:
         selected_names(parsed("--only", "seventy-b"), known)
     with pytest.raises(SetupError, match="needs --peer"):
         selected_names(parsed("--only", "peer"), known)
+    with pytest.raises(SetupError, match="experts needs a --shape with routed experts"):
+        selected_names(parsed("--only", "experts"), known)
+
+
+def test_a_host_tier_holds_adapters_of_experts(tmp_path: Path) -> None:
+    group, setup = groups(FULL)["experts"], Setup(tmp_path, "qwen3-30b-a3b")
+    # Eight of rank 16 over 48 layers of 128 experts, gate, up and down of 2,048 by 768 each.
+    of_experts = 8 * 16 * 48 * 128 * 3 * (2048 + 768) * 2
+    held = host_bytes(setup, group, group.plays) - host_bytes(
+        setup, replace(group, expert_pages=None), group.plays
+    )
+    assert of_experts < held < 1.2 * of_experts
 
 
 @pytest.mark.usefixtures("two_gpus")
