@@ -21,6 +21,7 @@ have copied their part, and the `multimem` operations need NVLink multicast.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from math import prod
@@ -260,6 +261,12 @@ class MappedMemory:
         """Return a part."""
         start, _, _ = part.indices(len(self.memory))
         return MappedMemory(self.memory[part], [address + start for address in self.addresses])
+
+
+def prepare_mapping(device: torch.device) -> None:
+    """Pay for the first allocation of such memory, two seconds; this rank does it alone."""
+    with suppress(RuntimeError):  # `map_buffer` says why it cannot be.
+        symmetric.empty(ALIGNMENT, dtype=torch.uint8, device=device)
 
 
 def map_buffer(num_bytes: int, device: torch.device) -> MappedMemory:

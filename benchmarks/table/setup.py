@@ -308,7 +308,7 @@ def peer_command(setup: Setup, group: RowGroup, plays: Sequence[Play], template:
         "host": HOST,
         "port": str(setup.port),
         "gpus": str(group.gpus),
-        "slots": str(group.slots),
+        "slots": str(min(group.slots, max(1, len(wanted)))),
         "max_rank": str(max((each.rank for each in wanted), default=0)),
         "adapters": str(len(wanted)),
         "lora_modules": " ".join(f"{each.name}={folder / each.name}" for each in wanted),

@@ -73,7 +73,7 @@ class RankHost:
         # To ask for the present device would choose one.
         has_gpu = torch.cuda.is_available() and self._config.device is not Device.CPU
         device = self._enter_thread() if context or not has_gpu else torch.device("cuda")
-        preload(self._config.attention, device, context)
+        preload(self._config.attention, device, self._config.tensor_parallel, context)
 
     def free_device_bytes(self) -> int | None:
         """Return the free memory of this rank's GPU; None on a CPU."""

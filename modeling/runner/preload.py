@@ -8,18 +8,23 @@ from configs.engine import AttentionKind
 from modeling.adapters.kernels.select import select_kernel
 from modeling.attention.select import BACKENDS, PACKAGES
 from modeling.layers.fused import fused_ops
+from sharding.symmetric import prepare_mapping
 
 
-def preload(attention: AttentionKind, device: torch.device, context: bool = True) -> None:
+def preload(
+    attention: AttentionKind, device: torch.device, ranks: int, context: bool = True
+) -> None:
     """Import kernels and libraries, and make the device's context.
 
     attention: AUTO imports the backends that are installed, as which one fits is not known yet.
-    context: False leaves the device alone.
+    ranks: of a group. context: False leaves the device alone.
     """
     if device.type == "cpu":
         return
     if context:
         _make_context(device)
+        if ranks > 1:
+            prepare_mapping(device)
     select_kernel(device)
     fused_ops(device)
     wanted = [*BACKENDS] if attention is AttentionKind.AUTO else [attention]
