@@ -173,6 +173,7 @@ def capture(
             heads = guesser.graphs(parts.state, outputs.states, rooms, record)
     if sizes.mixed:
         slots = [tables.dummy_slot(parts.dummy_block) for tables in parts.state.tables]
-        piecewise = PiecewiseParts(hidden, parts.backends, slots, parts.adapters)
+        given = hidden, parts.backends, slots, parts.adapters, parts.has_experts
+        piecewise = PiecewiseParts(*given)
         mixed = PiecewiseGraphs(piecewise, sizes.mixed, device, PieceRecorder(device))
     return StepGraphs(decode, mixed, tuple(checked), heads)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -68,6 +68,17 @@ class StepAdapters(IntEnum):
     OTHERS = 1
     EXPERTS = 2
 
+    @classmethod
+    def captured(cls, adapters: AdapterStepPlan | None, has_experts: bool) -> tuple[Self, ...]:
+        """Return those of which steps are captured; see `GraphParts`."""
+        most = cls.EXPERTS if has_experts else cls.OTHERS
+        return tuple(cls)[: 1 + (most if adapters else 0)]
+
+    @classmethod
+    def of(cls, slots: Sequence[int], with_experts: bool) -> Self:
+        """Return what a step's adapters change. with_experts: whether some change experts."""
+        return cls.EXPERTS if with_experts else cls.OTHERS if max(slots) >= 0 else cls.NONE
+
 
 @dataclass(frozen=True)
 class GraphParts:
@@ -94,12 +105,6 @@ class GraphParts:
     queries: int = 1
     width: int = 0
     has_experts: bool = False
-
-    @property
-    def kinds(self) -> tuple[StepAdapters, ...]:
-        """Those of which steps are captured."""
-        most = StepAdapters.EXPERTS if self.has_experts else StepAdapters.OTHERS
-        return tuple(StepAdapters)[: 1 + (most if self.adapters else 0)]
 
 
 @dataclass(frozen=True)
@@ -325,7 +330,7 @@ class DecodeGraphs:
         """Record the largest size that is left, for each kind of adapters."""
         size, parts = self.unrecorded.pop(), self._parts
         step = PaddedStep(parts, size, self._staging.device_bytes)
-        for kind in parts.kinds:
+        for kind in StepAdapters.captured(parts.adapters, parts.has_experts):
             self._copy_inputs(step, StepLayout.empty(len(parts.backends)), kind)
             # Without tiles there are the base products of few rows alone.
             tiles = None if kind else 0
@@ -345,8 +350,7 @@ class DecodeGraphs:
         rows = layout.num_rows
         # Padding rows cost little: until its own size is recorded, a step takes a larger one.
         size = size_for(self._recorded, rows)
-        kind = StepAdapters.OTHERS if max(layout.adapter_slots) >= 0 else StepAdapters.NONE
-        kind = StepAdapters.EXPERTS if with_experts else kind
+        kind = StepAdapters.of(layout.adapter_slots, with_experts)
         if size is None or (size, kind) not in self._replays or not self._has_form(layout):
             return None
         step, samples = self._steps[size], len(layout.targets)

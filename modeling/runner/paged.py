@@ -262,9 +262,11 @@ class ModelRunner(BaseRunner):
 
     def _replay_piecewise(self, inputs: StepInputs, attention: StepPlans) -> Tensor | None:
         """Return the hidden states of a step in graph pieces; None when none serve this step."""
-        if self._piecewise_graphs is None or self._replaces(inputs.layout.adapter_slots):
+        slots, graphs = inputs.layout.adapter_slots, self._piecewise_graphs
+        if graphs is None or self._replaces(slots, graphs.has_experts):
             return None
-        hidden = self._piecewise_graphs.run(inputs, attention)
+        with_experts = self._bank.changes(slots, (ProjectionKind.EXPERTS,))
+        hidden = graphs.run(inputs, attention, with_experts)
         self.num_captured += hidden is not None
         return hidden
 

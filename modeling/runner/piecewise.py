@@ -18,7 +18,7 @@ from torch import Tensor
 from modeling.adapters.kernels.select import AdapterStepPlan
 from modeling.attention.base import AttentionBackend, AttentionSpec, AttentionStep
 from modeling.attention.kv_cache import LayerCache
-from modeling.runner.cuda_graphs import Forward, size_for
+from modeling.runner.cuda_graphs import Forward, StepAdapters, size_for
 from modeling.runner.forward import StepPlans
 from modeling.runner.input_batch import GroupTensors, StepInputs, StepTensors
 
@@ -69,12 +69,14 @@ class PiecewiseParts:
     backends: the attention of each KV group.
     dummy_slots: for each group a cache slot of a block that no request owns.
     adapters: None where steps with adapters are not captured.
+    has_experts: whether those are that have adapters of experts.
     """
 
     forward: Forward
     backends: Sequence[AttentionBackend]
     dummy_slots: Sequence[int]
     adapters: AdapterStepPlan | None
+    has_experts: bool = False
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,7 @@ class SplitPoint(AttentionBackend):
 
 
 class PiecewiseGraphs:
-    """All captured mixed steps of one runner, by tokens, for base rows alone and with adapters."""
+    """All captured mixed steps of one runner, by tokens and what adapters change."""
 
     def __init__(
         self, parts: PiecewiseParts, sizes: Sequence[int], device: torch.device, recorder: Recorder
@@ -157,6 +159,7 @@ class PiecewiseGraphs:
         """sizes: of tokens. `record_next` records one after the other."""
         self.sizes = tuple(sorted(sizes))
         largest = self.sizes[-1]
+        self.has_experts = parts.has_experts
         self._parts = parts
         self._recorder = recorder
         self._split_points = [SplitPoint.of(each.spec, largest) for each in parts.backends]
@@ -165,28 +168,33 @@ class PiecewiseGraphs:
         self._slots = [torch.full_like(self._ids, slot) for slot in parts.dummy_slots]
         self._empty = torch.zeros(1, 0, dtype=torch.int32, device=device)
         self._hidden = torch.empty(0, device=device)
-        self._pieces: dict[tuple[int, bool], list[GraphPiece]] = {}
+        self._pieces: dict[tuple[int, StepAdapters], list[GraphPiece]] = {}
         # The largest first, so that the others fit into its memory.
         self.unrecorded = list(self.sizes)
 
     def record_next(self) -> None:
-        """Record the largest size that is left, for base rows alone and with adapters."""
+        """Record the largest size that is left, for each kind of adapters."""
         size = self.unrecorded.pop()
-        for with_adapters in (False,) if self._parts.adapters is None else (False, True):
-            self._pieces[size, with_adapters] = self._record(size, with_adapters)
+        for kind in StepAdapters.captured(self._parts.adapters, self.has_experts):
+            self._pieces[size, kind] = self._record(size, kind)
 
-    def run(self, inputs: StepInputs, attention: StepPlans) -> Tensor | None:
-        """Hidden states [tokens, ...] of a step, until the next one; None when no size holds it."""
+    def run(
+        self, inputs: StepInputs, attention: StepPlans, with_experts: bool = False
+    ) -> Tensor | None:
+        """Hidden states [tokens, ...] of a step, until the next one; None when no size holds it.
+
+        with_experts: whether adapters change any. It must be false where `has_experts` is.
+        """
         tokens = len(inputs.input_ids)
         size = size_for(self.sizes, tokens)
         layout = inputs.layout
-        with_adapters = max(layout.adapter_slots) >= 0
-        if size is None or (size, with_adapters) not in self._pieces:
+        kind = StepAdapters.of(layout.adapter_slots, with_experts)
+        if size is None or (size, kind) not in self._pieces:
             return None
         self._copy_inputs(inputs, size)
-        if with_adapters:
+        if kind:
             self._update(layout.adapter_slots, layout.adapter_lengths, size)
-        for piece in self._pieces[size, with_adapters]:
+        for piece in self._pieces[size, kind]:
             piece.replay()
             self._attend(piece, inputs, attention, tokens)
         return self._hidden[:tokens]
@@ -231,14 +239,15 @@ class PiecewiseGraphs:
         )
         piece.out[:tokens].copy_(output)
 
-    def _record(self, size: int, with_adapters: bool) -> list[GraphPiece]:
+    def _record(self, size: int, kind: StepAdapters) -> list[GraphPiece]:
         """Run the step once to load its kernels, then once more to record it."""
         for slots, dummy in zip(self._slots, self._parts.dummy_slots, strict=True):
             slots[:size].fill_(dummy)
         adapters = None
-        if with_adapters and self._parts.adapters is not None:
+        if kind and self._parts.adapters is not None:
             self._update([], [], size)
-            adapters = self._parts.adapters.batch(size)
+            has_experts = kind is StepAdapters.EXPERTS
+            adapters = self._parts.adapters.batch(size, None, has_experts)
         tensors = StepTensors(
             input_ids=self._ids[:size],
             positions=self._positions[:size],

@@ -111,15 +111,18 @@ class GatheredAdapters(AdapterData):
             y[:, target.offset : target.offset + bt.shape[-1]] += delta
 
 
-def record_on_cpu(runner: ModelRunner, sizes: Sequence[int]) -> PiecewiseGraphs:
-    """Let a CPU runner replay its mixed steps from tapes."""
+def record_on_cpu(
+    runner: ModelRunner, sizes: Sequence[int], of_experts: GatheredAdapters | None = None
+) -> PiecewiseGraphs:
+    """Let a CPU runner replay its mixed steps from tapes; of_experts: with adapters of experts."""
     page = runner.report.num_blocks
     runner._forward.cache[:] = allocate_blocks(runner._parts.cache, page + 1, CPU)
     parts = PiecewiseParts(
         forward=runner._forward.hidden,
         backends=runner._backends,
         dummy_slots=[tables.dummy_slot(page) for tables in runner._input_batch.tables],
-        adapters=GatheredAdapters(runner._bank, max(sizes)),
+        adapters=of_experts or GatheredAdapters(runner._bank, max(sizes)),
+        has_experts=of_experts is not None,
     )
     with torch.inference_mode():
         graphs = PiecewiseGraphs(parts, sizes, CPU, Tapes())
