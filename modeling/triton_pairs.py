@@ -8,8 +8,9 @@ all layers. Tokens of few rows seldom share both expert and adapter, so no pair 
 Grids depend on the number of pairs alone: what adapters there are is read on the device. LoRA rank
 rows are read two pages at once, as far as there are any.
 
-Launches are programmatic dependent ones, as in `modeling.layers.triton`. No kernel writes slots,
-tables and pools, so they may be read before the kernel ahead has ended.
+Launches are programmatic dependent ones, as in `modeling.layers.triton`. No kernel writes tables
+and pools, so they may be read before the kernel ahead has ended, and so may slots, but for those
+that `add` looks up.
 """
 
 from dataclasses import dataclass
@@ -131,20 +132,24 @@ def _shrink(
     num_pairs: "Any",
     INPUTS: tl.constexpr, COUNT: tl.constexpr, ACTIVE: tl.constexpr, SHARED: tl.constexpr,
     ENTRIES: tl.constexpr, PAGES: tl.constexpr, WIDE: tl.constexpr,
-    RANKS: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr, PDL: tl.constexpr,
+    RANKS: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr,
+    EARLY: tl.constexpr, PDL: tl.constexpr,
 ) -> None:
     """Program (pair, target, share of the pages): shrunk [targets, pairs, PAGES * 8].
 
     ACTIVE: pairs that share an entry of slots; SHARED: those that share a row of x. RANKS: rank
-    rows that are read at once.
+    rows that are read at once. EARLY: whether no kernel writes slots.
     """
     pair, target = tl.program_id(0), tl.program_id(1)
+    if PDL and not EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
     slot = tl.load(slots + pair // ACTIVE)
     projection, a = projection0, a0
     if target == 1:
         projection, a = projection1, a1
     at, count = pages_of_pair(table, slot, projection, ENTRIES, PAGES, WIDE)
-    if PDL:
+    if PDL and EARLY:
         gdc_wait()
         gdc_launch_dependents()
     expert = tl.load(experts + pair)
@@ -243,7 +248,7 @@ class PairDeltas:
             **{
                 "BLOCK_K": min(SHRINK_COLUMNS, triton.next_power_of_2(inputs)),
                 "UNROLL": SHRINK_UNROLLED,
-                "PDL": pdl,
+                **{"EARLY": slots is self.slots, "PDL": pdl},
             },
         }
         tensors = [x, shrunk, *own, experts, slots, self.table]
