@@ -11,6 +11,7 @@ from bitsandbytes.functional import int8_vectorwise_quant
 from bitsandbytes.nn import Linear8bitLt
 from compressed_tensors.compressors import ModelCompressor, PackedQuantizationCompressor
 from compressed_tensors.quantization import (
+    QuantizationArgs,
     QuantizationConfig,
     QuantizationScheme,
     apply_quantization_config,
@@ -23,6 +24,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 
 from tests.checkpoints import load_oracle
+from tests.checkpoints_integers import write_quantised
 
 
 def write_compressed(
@@ -55,6 +57,36 @@ def write_compressed(
     model.save_pretrained(folder)
     compressor.update_config(str(folder))
     return folder
+
+
+def write_packed(
+    folder: Path, dense: Path, group: int, symmetric: bool = True, bits: int = 4, **more: Any
+) -> Path:
+    """Write packed integers of compressed-tensors, those of single experts too.
+
+    group: inputs that share a scale; -1: all. Returns the checkpoint of the numbers that the
+    package makes of them. more: see `write_quantised`.
+    """
+    args = QuantizationArgs(
+        num_bits=bits,
+        symmetric=symmetric,
+        strategy="channel" if group < 0 else "group",
+        group_size=None if group < 0 else group,
+    )
+    scheme = QuantizationScheme(targets=["Linear"], weights=args)
+
+    def tensors_of(_: str, matrix: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        parts = matrix.view(len(matrix), -1, matrix.shape[1] if group < 0 else group)
+        scale, zero = calculate_qparams(parts.amin(-1), parts.amax(-1), args)
+        own = {"weight": matrix, "weight_scale": scale, "weight_zero_point": zero.to(torch.int8)}
+        made = PackedQuantizationCompressor.compress(own, scheme)
+        return made, PackedQuantizationCompressor.decompress(dict(made), scheme)["weight"]
+
+    config = QuantizationConfig(
+        config_groups={"group_0": scheme}, ignore=["lm_head"], quantization_status="compressed",
+        format="pack-quantized",
+    )  # fmt: skip
+    return write_quantised(folder, dense, tensors_of, config.model_dump(mode="json"), **more)
 
 
 def unpacked(folder: Path) -> dict[str, Tensor]:

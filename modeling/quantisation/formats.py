@@ -20,7 +20,7 @@ from modeling.quantisation.fp8 import round_blocks, round_rows
 from modeling.quantisation.integers import round_groups
 from modeling.quantisation.products import SIZES
 from modeling.quantisation.stored_fp8 import SCALES, read_fp8, read_fp8_blocks
-from modeling.quantisation.stored_integers import read_awq, read_gptq, read_packed
+from modeling.quantisation.stored_integers import BESIDE, CODES, read_awq, read_gptq, read_packed
 from sharding.checkpoint import CheckpointError
 from sharding.linear import read_dense
 from sharding.linear_weight import LinearPart, LinearWeight
@@ -40,6 +40,8 @@ _STORED: dict[WeightFormat, tuple[Reader, tuple[str, ...]]] = {
 }
 """How to read a format, and the tensors that show that a map is stored in it."""
 
+MARKS = tuple(dict.fromkeys((*SCALES, *CODES, *BESIDE)))
+"""Names of tensors that a map in fp8 or in integers may have, its weight apart."""
 
 _UNFIT = (RuntimeError, IndexError, TypeError, KeyError, ArithmeticError, JSONDecodeError)
 """What reading raises for tensors that do not fit each other."""
@@ -54,7 +56,7 @@ class StoredFormat:
 
     def read(self, weights: Weights, parts: Sequence[LinearPart]) -> LinearWeight:
         """Read maps that share their input."""
-        stored = [self._is_stored(weights, part) for part in parts]
+        stored = [self.is_stored(weights, part) for part in parts]
         if not any(stored):
             return read_dense(weights, parts)
         pairs = zip(parts, stored, strict=True)
@@ -72,7 +74,8 @@ class StoredFormat:
                 f"describes it: {error!r}"
             ) from error
 
-    def _is_stored(self, weights: Weights, part: LinearPart) -> bool:
+    def is_stored(self, weights: Weights, part: LinearPart) -> bool:
+        """Return whether the checkpoint quantised a map."""
         return any(weights.lists(f"{part.name}.{mark}") for mark in self._marks)
 
 
@@ -125,6 +128,7 @@ class IntegersOfDummies:
 
     def __init__(self, how: Quantisation) -> None:
         self._how = how
+        self.bits = how.bits
 
     def read(self, weights: Weights, parts: Sequence[LinearPart]) -> LinearWeight:
         """Make maps that share their input, and round them."""

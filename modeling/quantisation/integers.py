@@ -130,7 +130,7 @@ class IntegerWeight(QuantisedWeight):
             self.order,
             self.middle,
         )
-        codes = torch.cat([part._unpacked(slice(None)) for part in parts])
+        codes = torch.cat([part.unpacked(slice(None)) for part in parts])
         return type(self)(codes, groups, self.bits, self.dtype, self.table)
 
     def forward(self, x: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
@@ -161,7 +161,7 @@ class IntegerWeight(QuantisedWeight):
 
     def __getitem__(self, rows: slice) -> Tensor:
         """Return some rows in `dtype`."""
-        codes, scales = self._unpacked(rows), self.scales[:, rows].t()
+        codes, scales = self.unpacked(rows), self.scales[:, rows].t()
         if self.table is not None:
             values = self.table[codes.long()]
         elif self.zeros is None:
@@ -171,8 +171,8 @@ class IntegerWeight(QuantisedWeight):
             values = (codes.to(torch.int16) - zeros).to(scales.dtype)
         return (values * scales[:, self.group_of]).to(self.dtype)
 
-    def _unpacked(self, rows: slice) -> Tensor:
-        """Return some rows' codes in the order of the inputs."""
+    def unpacked(self, rows: slice) -> Tensor:
+        """Return some rows' codes, uint8, in the order of the inputs."""
         codes = unpack(self.codes[:, rows]) if self.is_packed else self.codes[rows]
         return codes if self.order is None else codes[:, torch.argsort(self.order)]
 

@@ -21,6 +21,15 @@ from sharding.linear_weight import LinearPart
 from sharding.loader import Weights
 from sharding.slicing import Segments
 
+CODES = ("weight_packed", "qweight")
+"""What a quantised map has instead of its weight."""
+
+BESIDE = (
+    "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape", "scales", "qzeros",
+    "g_idx",
+)  # fmt: skip
+"""What it has besides."""
+
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where in a word AWQ puts the first, the second, ... code."""
 

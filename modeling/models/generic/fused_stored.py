@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from configs.architectures.base import ArchitectureError
 from modeling.adapters.product import ExpertDeltas
 from modeling.models.generic.fused_experts import is_silu, same
+from modeling.models.generic.integer_experts import IntegerMatrices
 from modeling.models.generic.stored_experts import LinearMatrices, Mxfp4Matrices
 
 if TYPE_CHECKING:
@@ -116,6 +117,11 @@ def _weight(module: Any, name: str) -> "StoredWeight":
     elif isinstance(stored, LinearMatrices):
         codes, scales = stored.stack()
         shape = codes.shape[1], codes.shape[2]
+    elif isinstance(stored, IntegerMatrices):
+        raise ArchitectureError(
+            f"{name}: experts in {stored.form} were not compared on GPUs: take a checkpoint in "
+            "fp8 blocks or in bfloat16"
+        )
     else:
         raise ArchitectureError(f"{name}: a checkpoint quantises all of an expert's maps, or none")
     if any(size % LEAST for size in shape):

@@ -21,7 +21,8 @@ from transformers.core_model_loading import (
 
 from configs.architectures.base import ArchitectureError
 from modeling.models.generic.stacked_experts import StackedExperts
-from modeling.quantisation.stored_fp8 import SCALES
+from modeling.quantisation.formats import MARKS
+from modeling.quantisation.stored_integers import CODES
 
 
 class SourceNames:
@@ -46,20 +47,32 @@ class SourceNames:
         return {target: name for target, name in self._plain.items() if target != name}
 
     def _add(self, name: str) -> None:
-        target = name
-        for renaming in self._renamings:
-            target, _ = renaming.rename_source_key(target)
+        matrix = _matrix(name)
+        target = self._renamed(matrix)
         for converter in self._converters:
             final, pattern = converter.rename_source_key(target)
-            if pattern is not None and name.endswith(SCALES):
-                # Read beside the matrix that it belongs to.
-                return
             if pattern is not None:
                 _check(converter)
-                part = converter.source_patterns.index(pattern)
-                self._stacked[final].parts[part][_expert(pattern, target)] = name
+                # Others are read beside the matrix that they belong to.
+                if name == matrix or name.endswith(CODES):
+                    part = converter.source_patterns.index(pattern)
+                    self._stacked[final].parts[part][_expert(pattern, target)] = matrix
                 return
-        self._plain[target] = name
+        self._plain[self._renamed(name)] = name
+
+    def _renamed(self, name: str) -> str:
+        for renaming in self._renamings:
+            name, _ = renaming.rename_source_key(name)
+        return name
+
+
+def _matrix(name: str) -> str:
+    """Return the name of the matrix that a quantised map's tensor is of; others' as they are."""
+    path, inside, _ = name.partition(".weight.")
+    if inside:
+        return f"{path}.weight"
+    path, _, mark = name.rpartition(".")
+    return f"{path}.weight" if mark in MARKS else name
 
 
 def _expert(pattern: str, name: str) -> int:

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from modeling.models.generic.cuts import CutPlan
+from modeling.models.generic.expert_linears import read_dummies, read_linears
 from modeling.models.generic.names import SourceNames
 from modeling.models.generic.stored_experts import (
-    LinearMatrices,
+    StoredMatrices,
     is_stored,
     keep_stored,
-    read_linears,
     read_stored,
 )
 from sharding.group import TensorParallel
@@ -70,7 +70,7 @@ class _Reader:
                 rows = None if own is None else ((own.start, own.stop),)
                 keep_stored(module, name, read_stored(self._weights, full, shape, rows))
                 continue
-            linears = self._linears(full, shape, own)
+            linears = self._linears(module, full, shape, own)
             if linears is not None:
                 keep_stored(module, name, linears)
                 is_cut |= self._plan.experts(full, shape) is not None
@@ -86,13 +86,16 @@ class _Reader:
             module.register_forward_hook(partial(_summed, self._weights.group))
 
     def _linears(
-        self, name: str, shape: tuple[int, ...], own: range | None
-    ) -> LinearMatrices | None:
+        self, module: nn.Module, name: str, shape: tuple[int, ...], own: range | None
+    ) -> StoredMatrices | None:
         """Read matrices of experts that are quantised as linear maps are; None for others."""
-        stacked = self._names.stacked(name)
-        if stacked is None or len(shape) != 3:
+        if len(shape) != 3:
             return None
         cut = None if own is not None else self._plan.experts(name, shape)
+        stacked = self._names.stacked(name)
+        if stacked is None:
+            is_made = getattr(module, "is_transposed", None) is False
+            return read_dummies(self._weights, name, shape, cut, own) if is_made else None
         rows, columns = cut or (whole(shape[1]), whole(shape[2]))
         return read_linears(self._weights, stacked, shape, rows, columns, own)
 

@@ -8,15 +8,17 @@ import torch
 from torch import Tensor, nn
 
 from configs.architectures.base import ArchitectureError
-from modeling.models.generic.stacked_experts import StackedExperts, within
 from modeling.quantisation import mxfp4
 from modeling.quantisation.base import QuantisedWeight
 from modeling.quantisation.fp8 import BlockFp8Weight
 from modeling.quantisation.mxfp4 import SHARED
-from modeling.quantisation.stored_fp8 import SCALES
-from sharding.linear_weight import LinearPart
 from sharding.loader import Weights
 from sharding.slicing import Segments
+
+
+def kept(tensor: Tensor) -> nn.Parameter:
+    """Make a parameter, so that its bytes are counted as the model's; of any type."""
+    return nn.Parameter(tensor, requires_grad=False)
 
 
 class StoredMatrices(nn.Module, ABC):
@@ -86,8 +88,7 @@ class Mxfp4Matrices(StoredMatrices):
 
     def __init__(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> None:
         super().__init__()
-        self.codes = nn.Parameter(codes, requires_grad=False)
-        self.scales = nn.Parameter(scales, requires_grad=False)
+        self.codes, self.scales = kept(codes), kept(scales)
         self.dtype = dtype
         self.is_packed = False
         self.inputs_of_output = scales.shape[2] * SHARED
@@ -120,9 +121,7 @@ class Mxfp4Matrices(StoredMatrices):
         pairs = zip(self.codes.data, self.scales.data, strict=True)
         parts = [mxfp4.pack(*own) for own in pairs]
         codes, scales = (torch.stack(each) for each in zip(*parts, strict=True))
-        # Integers of more bits than a parameter of a float type has: they take no gradient either.
-        self.codes = nn.Parameter(codes, requires_grad=False)
-        self.scales = nn.Parameter(scales, requires_grad=False)
+        self.codes, self.scales = kept(codes), kept(scales)
         self.is_packed = True
         return self.codes.data, self.scales.data
 
@@ -140,52 +139,6 @@ def read_stored(
     groups = experts, outputs, inputs // SHARED
     codes = weights.read_stored(f"{name}_blocks", (*groups, SHARED // 2), own)
     return Mxfp4Matrices(codes, weights.read_stored(f"{name}_scales", groups, own), weights.dtype)
-
-
-def read_linears(
-    weights: Weights, source: StackedExperts, shape: tuple[int, ...], rows: Segments,
-    columns: Segments, experts: range | None,
-) -> LinearMatrices | None:  # fmt: skip
-    """Read one quantised map for each expert, or several below each other.
-
-    Arguments are `StackedExperts.read`'s. None where the maps are not quantised.
-    """
-    count, height, wide = shape
-    each = height // len(source.parts)
-    made: list[QuantisedWeight] = []
-    for expert in range(count) if experts is None else experts:
-        parts = [
-            LinearPart(
-                source.parts[part][expert].removesuffix(".weight"),
-                (each, wide),
-                within(rows, part * each, each),
-                columns,
-            )
-            for part in sorted(source.parts)
-        ]
-        if weights.linear_format is None or not any(_is_quantised(weights, own) for own in parts):
-            return None
-        found = weights.linear_format.read(weights, parts)
-        if not isinstance(found, QuantisedWeight) or found.has_input_scale:
-            raise ArchitectureError(
-                f"{parts[0].name}: experts are served in fp8 where activations have scales of "
-                "their own, gate and up alike: take a checkpoint in bfloat16"
-            )
-        made.append(found)
-    if experts is not None:
-        left = [
-            f"{name.removesuffix('weight')}{mark}"
-            for names in source.parts.values()
-            for expert, name in names.items()
-            if expert not in experts
-            for mark in ("weight", *SCALES)
-        ]
-        weights.leave(*left)
-    return LinearMatrices(made)
-
-
-def _is_quantised(weights: Weights, part: LinearPart) -> bool:
-    return any(weights.lists(f"{part.name}.{mark}") for mark in SCALES)
 
 
 def keep_stored(module: nn.Module, name: str, stored: StoredMatrices) -> None:

@@ -58,7 +58,7 @@ def as_gptq(name: str, matrix: Tensor, act_order: bool = False) -> Tensors:
     inputs = matrix.shape[1]
     order = torch.randperm(inputs) if act_order else torch.arange(inputs)
     rounded = round_groups(matrix[:, order].float(), 4, GROUP)
-    codes = rounded._unpacked(slice(None))[:, torch.argsort(order)]
+    codes = rounded.unpacked(slice(None))[:, torch.argsort(order)]
     zeros = torch.randint(6, 10, rounded.scales.shape)
     shifted = codes.t().int() - 8 + zeros[torch.argsort(order) // GROUP]
     return {

@@ -1,0 +1,108 @@
+"""Reads experts that a checkpoint quantised as linear maps, one matrix for each."""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+from configs.architectures.base import ArchitectureError
+from modeling.models.generic.integer_experts import IntegerMatrices
+from modeling.models.generic.stacked_experts import StackedExperts, within
+from modeling.models.generic.stored_experts import LinearMatrices, StoredMatrices
+from modeling.quantisation.base import join
+from modeling.quantisation.formats import MARKS, IntegersOfDummies, StoredFormat
+from modeling.quantisation.fp8 import BlockFp8Weight, Fp8Weight
+from modeling.quantisation.integers import IntegerWeight
+from sharding.linear_weight import LinearPart, LinearWeight
+from sharding.loader import Weights
+from sharding.slicing import Segments, whole
+
+
+def read_linears(
+    weights: Weights, source: StackedExperts, shape: tuple[int, ...], rows: Segments,
+    columns: Segments, experts: range | None,
+) -> StoredMatrices | None:  # fmt: skip
+    """Read one quantised map for each expert, or several below each other.
+
+    Arguments are `StackedExperts.read`'s. None where the maps are not quantised.
+    """
+    count, height, wide = shape
+    each = height // len(source.parts)
+    own = range(count) if experts is None else experts
+    parts = [
+        [
+            LinearPart(
+                source.parts[part][expert].removesuffix(".weight"),
+                (each, wide),
+                within(rows, part * each, each),
+                columns,
+            )
+            for part in sorted(source.parts)
+        ]
+        for expert in own
+    ]
+    if not _are_quantised(weights, [part for expert in parts for part in expert]):
+        return None
+    form = weights.linear_format
+    assert form is not None
+    made = [[form.read(weights, [part]) for part in expert] for expert in parts]
+    left = [
+        f"{name.removesuffix('weight')}{mark}"
+        for names in source.parts.values()
+        for expert, name in names.items()
+        if expert not in own
+        for mark in ("weight", *MARKS)
+    ]
+    weights.leave(*left)
+    return _matrices(parts[0][0].name, made)
+
+
+def read_dummies(
+    weights: Weights, name: str, shape: tuple[int, ...], cut: tuple[Segments, Segments] | None,
+    experts: range | None,
+) -> StoredMatrices | None:  # fmt: skip
+    """Make matrices of random weights, where a checkpoint's would be integers; None for others.
+
+    cut: the rows and columns of each; None: all. experts: as for `read_linears`.
+    """
+    form = weights.linear_format
+    if not isinstance(form, IntegersOfDummies) or form.bits != 4:
+        return None
+    count, *sizes = shape
+    rows, columns = cut or (whole(sizes[0]), whole(sizes[1]))
+    made = []
+    for expert in range(count) if experts is None else experts:
+        part = LinearPart(f"{name}.{expert}", (sizes[0], sizes[1]), rows, columns)
+        made.append([form.read(weights, [part])])
+    return _matrices(name, made)
+
+
+def _are_quantised(weights: Weights, parts: Sequence[LinearPart]) -> bool:
+    """Whether all of them are; ArchitectureError where some are, and others are not."""
+    form = weights.linear_format
+    if not isinstance(form, StoredFormat):
+        return False
+    stored = [form.is_stored(weights, part) for part in parts]
+    if any(stored) and not all(stored):
+        raise ArchitectureError(
+            f"{parts[stored.index(True)].name} is quantised and {parts[stored.index(False)].name} "
+            "is not: of a layer's experts a map is served where all quantise it, gate and up "
+            "alike, or none: take a checkpoint that does, or one in bfloat16"
+        )
+    return any(stored)
+
+
+def _matrices(name: str, made: Sequence[Sequence[LinearWeight]]) -> StoredMatrices:
+    if all(_is_integer(part) for expert in made for part in expert):
+        return IntegerMatrices(cast(Any, made))
+    joined = [join(expert) for expert in made]
+    fp8 = [each for each in joined if isinstance(each, Fp8Weight | BlockFp8Weight)]
+    if len(fp8) < len(joined) or any(each.has_input_scale for each in fp8):
+        raise ArchitectureError(
+            f"{name}: experts in {joined[0].form}: those in integers of 4 bits are served (GPTQ, "
+            "AWQ, compressed-tensors), and in fp8 where activations have scales of their own, gate "
+            "and up alike: take such a checkpoint, or one in bfloat16"
+        )
+    return LinearMatrices(fp8)
+
+
+def _is_integer(part: LinearWeight) -> bool:
+    return isinstance(part, IntegerWeight) and part.bits == 4 and part.table is None
