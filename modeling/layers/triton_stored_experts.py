@@ -1,17 +1,12 @@
-"""Experts kept as a checkpoint stored them, in Triton: in mxfp4, or in fp8 blocks.
+"""Experts kept as a checkpoint stored them, in Triton: mxfp4, fp8 blocks, integers of 4 bits.
 
 As in triton_experts.py, a table has the pairs of each expert, and a program reads a tile of one
 expert's weights once for many pairs. Here for any number of tokens: numbers are made of a tile
 where it is multiplied, so no expert is ever expanded.
 
-    mxfp4   W[o, i] = code[o, i] * 2 ** (scale[o, i / 32] - 127)
     fp8     y[p, o] = sum_g a[p, g] b[o / 128, g] sum_{i of g} X[p, i] W[o, i]
 
-Codes of mxfp4 come packed as `modeling.quantisation.mxfp4.pack` does it: a word of 16 bits has
-codes of four inputs that do not share a scale, so that 32 words of a row are 32 neighbours of each
-of four scales. The bits of a code are those of a number of bfloat16, but for the exponent's
-beginning, so two are made of a register by masks, and multiplied by a power of two, exactly.
-
+How the others are read: triton_mxfp4_experts.py, triton_integer_experts.py.
 Adapters' deltas are of x and of inner columns before those are rounded.
 """
 
@@ -28,6 +23,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from modeling.layers.triton_expert_deltas import LayerDeltas, enter_pairs, sum_pairs
+from modeling.layers.triton_integer_experts import integer_constants, of_integers
+from modeling.layers.triton_mxfp4_experts import ASSEMBLY, of_mxfp4
 from modeling.quantisation.activations import BLOCK
 from modeling.quantisation.triton import by_group
 from modeling.triton_launch import Launcher, aligned, has_dependent_launch, launch_options
@@ -56,40 +53,48 @@ FP8_CUTS = (
 )
 """The best of those that a GPU compared."""
 
-ASSEMBLY = {
-    f"ASM{quarter}": (
-        "{.reg .b32 s, t; "
-        f"shl.b32 s, $1, {12 - 4 * quarter}; and.b32 s, s, 0x80008000; "
-        + (
-            f"shl.b32 t, $1, {6 - 4 * quarter}; "
-            if quarter < 2
-            else f"shr.b32 t, $1, {4 * quarter - 6}; "
-        )
-        + "lop3.b32 t, t, 0x01c001c0, s, 0xea; mul.bf16x2 $0, t, $2;}"
-    )
-    for quarter in range(4)
-}
-"""Makes two numbers of the codes at a quarter in two words. $1: the words. $2: twice the factor."""
+INTEGER_CUTS: tuple[StoredCut, ...] = MXFP4_CUTS
+"""Not compared with others yet."""
 
 
 @dataclass(frozen=True)
 class StoredWeight:
     """The matrices [out, in] of a layer's experts.
 
-    codes: int16 [experts, in / 128, out, 32] of mxfp4, else fp8 [experts, out, in].
-    scales: int32 [experts, in / 128, out], four bytes each, else float32 [experts, out / 128,
-    in / 128]. bias: [experts, out]. shape: (out, in).
+    codes: fp8 [experts, out, in], else int16 [experts, in / 128, out, 32].
+    scales: of fp8 float32 [experts, out / 128, in / 128]; of mxfp4 int32 [experts, in / 128, out],
+    four bytes each; of integers [experts, groups, out], in x's type. bias: [experts, out].
+    shape: (out, in).
+    group: inputs of a group of integers: 32, 64, or a multiple of 128; 0 in other forms.
+    middle: the zero point of integers, where there are no zeros: uint8 of the scales' shape.
+    order: int32 [experts, in], the inputs of integers in the codes' order; None: as they are.
     """
 
     codes: Tensor
     scales: Tensor
     bias: Tensor | None
     shape: tuple[int, int]
+    group: int = 0
+    middle: int = 0
+    zeros: Tensor | None = None
+    order: Tensor | None = None
 
     @property
     def is_fp8(self) -> bool:
         """Whether it is in fp8."""
         return self.codes.dtype is torch.float8_e4m3fn
+
+    @property
+    def cuts(self) -> tuple[StoredCut, ...]:
+        """How its form is cut, by the number of tokens."""
+        return FP8_CUTS if self.is_fp8 else INTEGER_CUTS if self.group else MXFP4_CUTS
+
+    def form(self, dtype: torch.dtype) -> dict[str, Any]:
+        """What kernels are compiled for; dtype: of x."""
+        own = {"FP8": self.is_fp8, "GROUP": self.group, "MIDDLE": self.middle}
+        own |= {"HAS_ZEROS": self.zeros is not None, "ORDERED": self.order is not None}
+        made = integer_constants(dtype) if self.group else {"RAISED": 0, **ASSEMBLY}
+        return {**own, "HAS_BIAS": self.bias is not None, **made}
 
 
 @dataclass(frozen=True)
@@ -110,58 +115,12 @@ class Gate:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _made(words: "Any", scales: "Any", QUARTER: tl.constexpr, ASM: tl.constexpr) -> "Any":
-    """Numbers of the codes at one quarter; scales: the quarter's is the byte QUARTER."""
-    # A code's bits are a number of 2 ** -126 of what it stands for.
-    power = (((scales >> (8 * QUARTER)) & 255) + 126) << 7
-    factors = power.to(tl.int16).to(tl.bfloat16, bitcast=True)[:, None]
-    return tl.inline_asm_elementwise(
-        ASM, "=r,r,r", [words, factors], dtype=tl.bfloat16, is_pure=True, pack=2
-    )
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _of_mxfp4(
-    x: "Any", codes: "Any", scales: "Any", expert: "Any", row: "Any", at: "Any", live: "Any",
-    HEIGHT: tl.constexpr, INPUTS: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr,
-    ASM0: tl.constexpr, ASM1: tl.constexpr, ASM2: tl.constexpr, ASM3: tl.constexpr,
-) -> "Any":
-    """Sums [ROWS, PAIRS] of an expert's rows and x's rows `at`."""
-    CHUNKS: tl.constexpr = (INPUTS + 127) // 128
-    word = tl.arange(0, 32)
-    first = codes + (expert * CHUNKS * HEIGHT + row)[:, None] * 32 + word[None, :]
-    s_rows = scales + expert * CHUNKS * HEIGHT + row
-    x_rows = x + at[None, :] * INPUTS + word[:, None]
-    factors = tl.load(s_rows)
-    acc = tl.zeros([ROWS, PAIRS], dtype=tl.float32)
-    for chunk in range(CHUNKS):
-        # The next chunk's are loaded now: loads that no product takes are not pipelined.
-        next_factors = tl.load(s_rows + tl.minimum(chunk + 1, CHUNKS - 1) * HEIGHT)
-        words = tl.load(first + chunk * (HEIGHT * 32))
-        xs = x_rows + chunk * 128
-        left = INPUTS - chunk * 128
-        x0 = tl.load(xs, mask=live[None, :], other=0.0)
-        acc = tl.dot(_made(words, factors, 0, ASM0), x0, acc)
-        mask = live[None, :] & (left > 32)
-        x1 = tl.load(xs + 32, mask=mask, other=0.0)
-        acc = tl.dot(_made(words, factors, 1, ASM1), x1, acc)
-        mask = live[None, :] & (left > 64)
-        x2 = tl.load(xs + 64, mask=mask, other=0.0)
-        acc = tl.dot(_made(words, factors, 2, ASM2), x2, acc)
-        mask = live[None, :] & (left > 96)
-        x3 = tl.load(xs + 96, mask=mask, other=0.0)
-        acc = tl.dot(_made(words, factors, 3, ASM3), x3, acc)
-        factors = next_factors
-    return acc
-
-
-@triton.jit  # type: ignore[untyped-decorator]
 def _of_fp8(
     x: "Any", x_scales: "Any", num_x: "Any", codes: "Any", scales: "Any",
     expert: "Any", row: "Any", at: "Any", live: "Any",
     HEIGHT: tl.constexpr, INPUTS: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr,
 ) -> "Any":
-    """The same; x_scales: [groups, num_x]."""
+    """Sums [ROWS, PAIRS] of an expert's rows and x's rows `at`; x_scales: [groups, num_x]."""
     GROUPS: tl.constexpr = INPUTS // 128
     k = tl.arange(0, 128)
     w_rows = codes + (expert * HEIGHT + row)[:, None] * INPUTS + k[None, :]
@@ -183,13 +142,16 @@ def _of_fp8(
 
 @triton.jit(do_not_specialize=["num_x", "num_tokens"])  # type: ignore[untyped-decorator]
 def _up(
-    x: "Any", x_scales: "Any", num_x: "Any", codes: "Any", scales: "Any", bias: "Any",
+    x: "Any", x_scales: "Any", num_x: "Any",
+    codes: "Any", scales: "Any", zeros: "Any", order: "Any", bias: "Any",
     inner: "Any", counts: "Any", table: "Any", deltas: "Any", num_tokens: "Any",
     limit: "Any", alpha: "Any",
     INPUTS: tl.constexpr, WIDTH: tl.constexpr, ACTIVE: tl.constexpr,
     PAIRS: tl.constexpr, BLOCK_N: tl.constexpr,
     FP8: tl.constexpr, HAS_BIAS: tl.constexpr, INTERLEAVED: tl.constexpr, CLAMPED: tl.constexpr,
     DELTAS: tl.constexpr,
+    GROUP: tl.constexpr, MIDDLE: tl.constexpr, HAS_ZEROS: tl.constexpr, ORDERED: tl.constexpr,
+    RAISED: tl.constexpr,
     ASM0: tl.constexpr, ASM1: tl.constexpr, ASM2: tl.constexpr, ASM3: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -216,8 +178,14 @@ def _up(
                 x, x_scales, num_x, codes, scales, expert, row, pair // ACTIVE, live,
                 2 * WIDTH, INPUTS, 2 * BLOCK_N, PAIRS,
             )
+        elif GROUP > 0:
+            acc = of_integers(
+                x, codes, scales, zeros, order, expert, row, pair // ACTIVE, live,
+                2 * WIDTH, INPUTS, 2 * BLOCK_N, PAIRS, GROUP, MIDDLE, HAS_ZEROS, ORDERED, RAISED,
+                ASM0, ASM1, ASM2, ASM3,
+            )
         else:
-            acc = _of_mxfp4(
+            acc = of_mxfp4(
                 x, codes, scales, expert, row, pair // ACTIVE, live,
                 2 * WIDTH, INPUTS, 2 * BLOCK_N, PAIRS, ASM0, ASM1, ASM2, ASM3,
             )
@@ -244,10 +212,13 @@ def _up(
 
 @triton.jit(do_not_specialize=["num_x", "num_tokens"])  # type: ignore[untyped-decorator]
 def _down(
-    x: "Any", x_scales: "Any", num_x: "Any", codes: "Any", scales: "Any", bias: "Any",
+    x: "Any", x_scales: "Any", num_x: "Any",
+    codes: "Any", scales: "Any", zeros: "Any", order: "Any", bias: "Any",
     shares: "Any", out: "Any", counts: "Any", table: "Any", num_tokens: "Any",
     INPUTS: tl.constexpr, WIDTH: tl.constexpr,
     PAIRS: tl.constexpr, BLOCK_N: tl.constexpr, FP8: tl.constexpr, HAS_BIAS: tl.constexpr,
+    GROUP: tl.constexpr, MIDDLE: tl.constexpr, HAS_ZEROS: tl.constexpr, ORDERED: tl.constexpr,
+    RAISED: tl.constexpr,
     ASM0: tl.constexpr, ASM1: tl.constexpr, ASM2: tl.constexpr, ASM3: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -268,8 +239,14 @@ def _down(
                 x, x_scales, num_x, codes, scales, expert, n, pair, live,
                 WIDTH, INPUTS, BLOCK_N, PAIRS,
             )
+        elif GROUP > 0:
+            acc = of_integers(
+                x, codes, scales, zeros, order, expert, n, pair, live,
+                WIDTH, INPUTS, BLOCK_N, PAIRS, GROUP, MIDDLE, HAS_ZEROS, ORDERED, RAISED,
+                ASM0, ASM1, ASM2, ASM3,
+            )
         else:
-            acc = _of_mxfp4(
+            acc = of_mxfp4(
                 x, codes, scales, expert, n, pair, live,
                 WIDTH, INPUTS, BLOCK_N, PAIRS, ASM0, ASM1, ASM2, ASM3,
             )
@@ -304,7 +281,7 @@ def stored_experts(
     """
     (tokens, hidden), active, count = x.shape, ids.shape[1], len(up.codes)
     width = down.shape[1]
-    cut = _cut(tokens, hidden, width, up.is_fp8)
+    cut = _cut(tokens, hidden, width, up.cuts)
     table = torch.empty(count, tokens, dtype=torch.int32, device=x.device)
     inner = torch.empty(tokens * active, width, dtype=x.dtype, device=x.device)
     out = torch.empty(tokens * active, hidden, dtype=x.dtype, device=x.device)
@@ -344,19 +321,18 @@ def _product(
     if weight.is_fp8:
         inputs, by_row = by_group(x, BLOCK)
         scales = by_row.t()
-    bias = weight.codes if weight.bias is None else weight.bias
-    constants: dict[str, Any] = {**sizes, "FP8": weight.is_fp8, "HAS_BIAS": weight.bias is not None}
-    constants |= {**form, **ASSEMBLY, "PDL": pdl}
-    tensors = [inputs, scales, rows, weight.codes, weight.scales, bias]
+    codes = weight.codes
+    beside = [codes if each is None else each for each in (weight.zeros, weight.order, weight.bias)]
+    made = weight.form(x.dtype)
+    constants = {**sizes, **form, **made, "PDL": pdl}
     launch(
-        (common, cut, *sizes.values(), *form.values(), weight.is_fp8, bias.dtype),
-        *(grid, [*tensors, *rest], constants),
+        (common, cut, *sizes.values(), *form.values(), *made.values(), beside[-1].dtype),
+        *(grid, [inputs, scales, rows, codes, weight.scales, *beside, *rest], constants),
         {"num_warps": cut.warps, "num_stages": cut.stages, **launch_options(pdl)},
     )
 
 
 @cache
-def _cut(tokens: int, hidden: int, width: int, is_fp8: bool) -> StoredCut:
-    cuts = FP8_CUTS if is_fp8 else MXFP4_CUTS
+def _cut(tokens: int, hidden: int, width: int, cuts: tuple[StoredCut, ...]) -> StoredCut:
     cut = next(each for each in cuts if tokens <= each.tokens)
     return replace(cut, up=gcd(cut.up, width), down=gcd(cut.down, hidden))

@@ -14,13 +14,16 @@ from modeling.quantisation.integers import IntegerWeight, pack, unpack
 CHUNK = 128
 """Inputs of which an output's codes lie together."""
 
+LEAST = 32
+"""Inputs that kernels multiply at once."""
+
 
 class IntegerMatrices(StoredMatrices):
     """One matrix [out, in] for each expert: (code - zero) * scale.
 
     codes: int16 [experts, in / 128, out, 32], as `integers.pack` makes them of the inputs in the
     order of their groups; zeros behind the last one. scales: [experts, groups, out]. zeros: uint8
-    of that shape; None where `middle` is every zero point. size: inputs of a group. order: int64
+    of that shape; None where `middle` is every zero point. size: inputs of a group. order: int32
     [experts, in], the inputs in the order of their groups; None where they are in it.
     """
 
@@ -39,7 +42,7 @@ class IntegerMatrices(StoredMatrices):
         is_ordered = all(order is None for order in orders)
         plain = torch.arange(self.inputs_of_output, device=first.device)
         found = [plain if order is None else order for order in orders]
-        self.order = None if is_ordered else kept(torch.stack(found))
+        self.order = None if is_ordered else kept(torch.stack(found).int())
 
     @property
     def form(self) -> str:
@@ -49,6 +52,18 @@ class IntegerMatrices(StoredMatrices):
     def numbers(self) -> Tensor:
         """[experts, out, in]."""
         return torch.stack([self._matrix(expert) for expert in range(len(self.codes))])
+
+    def kernel_group(self) -> int:
+        """Return the inputs of a group as kernels take it; ArchitectureError where none does."""
+        if self.scales.shape[1] == 1:
+            return -(-self.inputs_of_output // CHUNK) * CHUNK
+        if self.size % LEAST:
+            raise ArchitectureError(
+                f"experts in {self.form}: GPUs multiply groups of inputs in parts of {LEAST}, a "
+                f"rank's are whole in parts of {self.size}: take another checkpoint, or another "
+                "number of ranks where tensor_parallel cuts groups"
+            )
+        return self.size
 
     def _matrix(self, expert: int) -> Tensor:
         codes = unpack(self.codes[expert].view(torch.uint8))[:, : self.inputs_of_output].short()

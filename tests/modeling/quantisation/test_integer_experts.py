@@ -1,5 +1,6 @@
 """Mixtures of experts in integers of 4 bits, beside transformers + PEFT over the numbers."""
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from benchmarks.stored import mark_stored
 from configs.architectures.base import ArchitectureError
+from configs.model import LoadFormat, ModelConfig
 from modeling.runner.loading import load_model
 from sharding.group import LoneRank, SingleRank
 from tests.checkpoints import load_oracle, write_adapter
@@ -22,6 +25,8 @@ from tests.modeling.quantisation.quantised import compare
 
 # PEFT looks for patterns of parameters among modules, and warns that it found none.
 pytestmark = pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")
+
+CPU = torch.device("cpu")
 
 FORMS: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
     "gptq": (write_gptq, {"group": 16}),
@@ -111,7 +116,7 @@ def experts_of(model: Any) -> list[tuple[str, Any]]:
 def test_numbers_are_the_formats_own(made: World, form: str) -> None:
     """A rank keeps the codes packed, and what it makes of them is what the format's rule does."""
     stored, numbers = made.stored("qwen3_moe", form)
-    loaded = load_model(engine_config(stored), SingleRank(), torch.device("cpu"))
+    loaded = load_model(engine_config(stored), SingleRank(), CPU)
     model: Any = loaded.model
     kept = 0
     for name, module in experts_of(load_oracle(numbers)):
@@ -131,7 +136,7 @@ def test_numbers_are_the_formats_own(made: World, form: str) -> None:
 def test_a_rank_with_whole_experts_keeps_its_own(made: World, form: str) -> None:
     stored, numbers = made.stored("qwen3_moe", form)
     config = engine_config(stored, expert_parallel=True)
-    model: Any = load_model(config, LoneRank(1, 2), torch.device("cpu")).model
+    model: Any = load_model(config, LoneRank(1, 2), CPU).model
     for name, whole in experts_of(load_oracle(numbers)):
         own, half = model.causal.get_submodule(name), whole.num_experts // 2
         assert torch.equal(own.down_proj, whole.down_proj[half:])
@@ -155,7 +160,7 @@ def test_maps_that_were_quantised_for_some_are_refused(
     with pytest.raises(
         ArchitectureError, match=r"is quantised and .* is not: of a layer's experts"
     ):
-        load_model(engine_config(tmp_path / "stored"), SingleRank(), torch.device("cpu"))
+        load_model(engine_config(tmp_path / "stored"), SingleRank(), CPU)
 
 
 def test_orders_of_gate_and_up_that_differ_are_refused(made: World, tmp_path: Path) -> None:
@@ -165,10 +170,28 @@ def test_orders_of_gate_and_up_that_differ_are_refused(made: World, tmp_path: Pa
     tensors = load_file(path)
     save_file(tensors | {name: tensors[name].flip(0).contiguous()}, path, {"format": "pt"})
     with pytest.raises(ArchitectureError, match="without act-order"):
-        load_model(engine_config(tmp_path / "stored"), SingleRank(), torch.device("cpu"))
+        load_model(engine_config(tmp_path / "stored"), SingleRank(), CPU)
 
 
 def test_integers_of_8_bits_are_refused(made: World, tmp_path: Path) -> None:
     write_packed(tmp_path / "stored", made.dense("qwen3_moe"), 16, bits=8)
     with pytest.raises(ArchitectureError, match="experts in integers of 8 bits: those in integers"):
-        load_model(engine_config(tmp_path / "stored"), SingleRank(), torch.device("cpu"))
+        load_model(engine_config(tmp_path / "stored"), SingleRank(), CPU)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_random_weights_are_kept_as_the_checkpoint_s_would_be(
+    made: World, tmp_path: Path, ranks: int
+) -> None:
+    folder = tmp_path / "dummy"
+    folder.mkdir()
+    fields = json.loads((made.dense("qwen3_moe") / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(fields))
+    mark_stored(folder, "gptq")
+    settings = ModelConfig(id=str(folder), load_format=LoadFormat.DUMMY)
+    group = LoneRank(0, ranks) if ranks > 1 else SingleRank()
+    model: Any = load_model(engine_config(folder, model=settings), group, CPU).model
+    for _, own in experts_of(model.causal):
+        assert own.gate_up_proj_stored.codes.shape == (6, 1, 128 // ranks, 32)
+        assert own.down_proj_stored.codes.shape == (6, 1, 32, 32)
+        assert 0 < own.down_proj.abs().mean() < 0.1

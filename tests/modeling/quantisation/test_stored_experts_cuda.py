@@ -5,7 +5,7 @@ over the numbers (test_mxfp4.py, test_fp8_experts.py). Each test prints its figu
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -15,7 +15,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.nn import functional as F
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from configs.adapters import AdaptersConfig
@@ -23,82 +22,28 @@ from configs.architectures.base import ArchitectureError
 from configs.engine import CacheConfig, Device, LimitsConfig
 from configs.model import DType, ModelConfig
 from modeling.models.generic import experts
-from modeling.quantisation import mxfp4
-from modeling.quantisation.activations import FP8, rounded_by_group
 from modeling.runner.load_paged import load_paged
 from modeling.runner.loading import load_model, pick_device
 from sharding.group import SingleRank
 from tests.checkpoints import AdapterRecipe, write_adapter
 from tests.checkpoints_generic import SHAPE, VOCAB_SIZE
 from tests.modeling.parity import NUM_BLOCKS, engine_config, place_all
-from tests.modeling.quantisation.test_models_cuda import as_blocks, bounded
+from tests.modeling.quantisation.stored_layers import LAYERS, NO_DELTAS, Deltas, Layer, dtype_of
+from tests.modeling.quantisation.test_models_cuda import as_blocks, as_gptq, bounded
 from tests.modeling.teacher import TOGETHER, errors, forced_logprobs
 
 pytestmark = pytest.mark.gpu
 
-BOUND = {"mxfp4": 5e-3, "fp8": 2.5e-2}
+BOUND = dict.fromkeys(LAYERS, 5e-3) | {"fp8": 2.5e-2}
 """Of the difference's norm: inner columns and each pair's part are rounded to bfloat16. fp8's
 tensor cores add with fewer bits than float32 has, and of inner columns that are off by 1e-3 some
-round to the next number of fp8: 1.3e-2 in the equation. The largest on an H200 were 2.5e-3 and
-1.35e-2."""
+round to the next number of fp8: 1.3e-2 in the equation. The largest on an H200 were 2.5e-3 in mxfp4
+and 1.35e-2."""
 
 SIZES = [(2880, 2880, 8, 4), (192, 96, 5, 3), (256, 384, 16, 2), (64, 32, 3, 1)]
 """Hidden size, inner size, experts, experts of a token."""
 
 TOKENS = (1, 2, 7, 16, 64, 65, 200, 300, 1030)
-Layer = tuple[Any, Any, Any, Callable[..., Tensor]]
-Deltas = Sequence[Callable[[Tensor], Tensor]]
-"""What is added to gate and up, and to down, of their inputs."""
-
-NO_DELTAS: Deltas = (lambda x: x.new_zeros(()), lambda x: x.new_zeros(()))
-
-
-def layer_mxfp4(hidden: int, inner: int, count: int) -> Layer:
-    """up, down, gate, and the equation of one expert in float32, like gpt-oss'."""
-    from modeling.layers.triton_stored_experts import Gate, StoredWeight
-
-    def weight(out: int, wide: int) -> tuple[Any, Tensor]:
-        codes = torch.randint(0, 256, (count, out, wide // 32, 16), device="cuda").byte()
-        scales = torch.randint(118, 122, (count, out, wide // 32), device="cuda").byte()
-        numbers = mxfp4.numbers(codes, scales, torch.float32)
-        packed = [mxfp4.pack(*each) for each in zip(codes, scales, strict=True)]
-        words, powers = (torch.stack(each) for each in zip(*packed, strict=True))
-        bias = torch.randn(count, out, device="cuda").bfloat16()
-        return StoredWeight(words, powers, bias, (out, wide)), numbers
-
-    (up, up_numbers), (down, down_numbers) = weight(2 * inner, hidden), weight(hidden, inner)
-
-    def expert(x: Tensor, number: int, deltas: Deltas = NO_DELTAS) -> Tensor:
-        y = x @ up_numbers[number].T + up.bias[number].float() + deltas[0](x)
-        gate, other = y[:, 0::2].clamp(max=7.0), y[:, 1::2].clamp(-7.0, 7.0)
-        found = ((other + 1) * gate * torch.sigmoid(gate * 1.702)).bfloat16().float()
-        y = F.linear(found, down_numbers[number], down.bias[number].float())
-        return y + deltas[1](found)
-
-    return up, down, Gate(True, 7.0, 1.702), expert
-
-
-def layer_fp8(hidden: int, inner: int, count: int) -> Layer:
-    """The same, like Qwen3-MoE's: x and inner columns are rounded too."""
-    from modeling.layers.triton_stored_experts import Gate, StoredWeight
-
-    def weight(out: int, wide: int) -> tuple[Any, Tensor]:
-        codes = torch.randn(count, out, wide, device="cuda").mul(64).clamp(-448, 448).to(FP8)
-        blocks = torch.rand(count, out // 128, wide // 128, device="cuda").add(0.5) / 64
-        whole = blocks.repeat_interleave(128, 1).repeat_interleave(128, 2) / wide**0.5
-        return StoredWeight(codes, blocks / wide**0.5, None, (out, wide)), codes.float() * whole
-
-    (up, up_numbers), (down, down_numbers) = weight(2 * inner, hidden), weight(hidden, inner)
-
-    def expert(x: Tensor, number: int, deltas: Deltas = NO_DELTAS) -> Tensor:
-        y = rounded_by_group(x, 128) @ up_numbers[number].T + deltas[0](x)
-        found = (F.silu(y[:, :inner]) * y[:, inner:]).bfloat16().float()
-        return F.linear(rounded_by_group(found, 128), down_numbers[number]) + deltas[1](found)
-
-    return up, down, Gate(), expert
-
-
-LAYERS = {"mxfp4": layer_mxfp4, "fp8": layer_fp8}
 
 
 def worst_error(form: str, sizes: tuple[int, int, int, int], tokens: int, made: Layer) -> float:
@@ -110,7 +55,7 @@ def worst_error(form: str, sizes: tuple[int, int, int, int], tokens: int, made: 
     counts = torch.zeros(count, dtype=torch.int32, device="cuda")
     worst = 0.0
     for skewed in (False, True):
-        x = torch.randn(tokens, hidden, device="cuda").bfloat16()
+        x = torch.randn(tokens, hidden, device="cuda").to(dtype_of(up))
         chances = torch.rand(tokens, count, device="cuda")
         if skewed:  # Most pairs are one expert's.
             chances[:, 0] += 1
@@ -196,7 +141,7 @@ class Factors:
         )
 
 
-@pytest.mark.parametrize("form", LAYERS)
+@pytest.mark.parametrize("form", ["mxfp4", "fp8", "4 bits", "4 bits, groups of 32"])
 @pytest.mark.parametrize("sizes", [SIZES[0], SIZES[2]], ids=str)
 def test_layers_adapted(
     form: str, sizes: tuple[int, int, int, int], capfd: pytest.CaptureFixture[str]
@@ -249,6 +194,13 @@ KINDS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 3,
         "head_dim": 64,
     },
+    "qwen3_moe in 4 bits": {
+        "hidden_size": 256,
+        "moe_intermediate_size": 128,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "head_dim": 64,
+    },
     "deepseek_v3": {
         "hidden_size": 256,
         "intermediate_size": 256,
@@ -272,15 +224,21 @@ KINDS: dict[str, dict[str, Any]] = {
 ALL_ACTIVE: dict[str, dict[str, Any]] = {
     "gpt_oss": {"num_experts_per_tok": 8},
     "qwen3_moe": {"num_experts_per_tok": 8},
+    "qwen3_moe in 4 bits": {"num_experts_per_tok": 8},
     "deepseek_v3": {"num_experts_per_tok": 8, "topk_group": 2},
 }
 """Every expert computes every token, so no rounding chooses others: an adapter of experts moves
 these tiny models by so much that one choice is farther than all else."""
 
 
+def type_of(kind: str) -> str:
+    """The model type."""
+    return kind.partition(" ")[0]
+
+
 def write(folder: Path, kind: str, **changes: Any) -> tuple[Path, list[Path]]:
     """Write a tiny mixture as it is published, and adapters: of attention, and of experts too."""
-    config = CONFIG_MAPPING[kind](**{**SHAPE, **KINDS[kind], **changes})
+    config = CONFIG_MAPPING[type_of(kind)](**{**SHAPE, **KINDS[kind], **changes})
     auto: Any = AutoModelForCausalLM
     torch.manual_seed(3)
     model = auto.from_config(config, dtype=torch.bfloat16)
@@ -303,6 +261,9 @@ def write(folder: Path, kind: str, **changes: Any) -> tuple[Path, list[Path]]:
         "activation_scheme": "dynamic",
         "modules_to_not_convert": ["lm_head"],
     }
+    pack = as_blocks
+    if "4 bits" in kind:
+        pack, method = as_gptq, {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": False}
     for name, tensor in load_file(dense / "model.safetensors").items():
         if kind == "gpt_oss" and name.endswith(("gate_up_proj", "down_proj")):
             count, inputs, outputs = tensor.shape
@@ -310,7 +271,7 @@ def write(folder: Path, kind: str, **changes: Any) -> tuple[Path, list[Path]]:
             scales = torch.randint(120, 122, codes.shape[:3], dtype=torch.uint8)
             tensors |= {f"{name}_blocks": codes, f"{name}_scales": scales}
         elif kind != "gpt_oss" and name.endswith("_proj.weight"):
-            tensors |= as_blocks(name.removesuffix(".weight"), tensor)
+            tensors |= pack(name.removesuffix(".weight"), tensor)
         else:
             tensors[name] = tensor
     if kind == "gpt_oss":
@@ -336,7 +297,7 @@ def test_mixtures(kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize("kind", KINDS)
 def test_mixtures_adapted(kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """An adapter of attention and of these experts."""
-    if kind not in experts.DELTAS_OF_STORED:
+    if type_of(kind) not in experts.DELTAS_OF_STORED:
         pytest.skip("its adapters of quantised experts are refused")
     model, (_, adapter) = write(tmp_path, kind, **ALL_ACTIVE[kind])
     lines = compare(kind, model, {"base": None, "experts": adapter})

@@ -1,0 +1,143 @@
+"""One layer's experts in each stored form, of random numbers, and the equation of one expert."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from modeling.models.generic.fused_stored import integer_fields
+from modeling.models.generic.integer_experts import IntegerMatrices
+from modeling.quantisation import mxfp4
+from modeling.quantisation.activations import FP8, rounded_by_group
+from modeling.quantisation.integers import IntegerWeight, local_groups
+
+Layer = tuple[Any, Any, Any, Callable[..., Tensor]]
+Deltas = Sequence[Callable[[Tensor], Tensor]]
+"""What is added to gate and up, and to down, of their inputs."""
+
+NO_DELTAS: Deltas = (lambda x: x.new_zeros(()), lambda x: x.new_zeros(()))
+
+INTEGERS: dict[str, dict[str, Any]] = {
+    "4 bits": {"group": 128},
+    "4 bits, zero points": {"group": 128, "zero_points": True},
+    "4 bits, groups of 64": {"group": 64},
+    "4 bits, groups of 32": {"group": 32, "zero_points": True},
+    "4 bits, one group": {"group": 2**20},
+    "4 bits, act-order": {"group": 64, "zero_points": True, "ordered": True},
+    "4 bits, float16": {"group": 128, "zero_points": True, "dtype": torch.float16},
+}
+"""What `integer_weights` makes."""
+
+
+def layer_mxfp4(hidden: int, inner: int, count: int) -> Layer:
+    """up, down, gate, and the equation of one expert in float32, like gpt-oss'."""
+    from modeling.layers.triton_stored_experts import Gate, StoredWeight
+
+    def weight(out: int, wide: int) -> tuple[Any, Tensor]:
+        codes = torch.randint(0, 256, (count, out, wide // 32, 16), device="cuda").byte()
+        scales = torch.randint(118, 122, (count, out, wide // 32), device="cuda").byte()
+        numbers = mxfp4.numbers(codes, scales, torch.float32)
+        packed = [mxfp4.pack(*each) for each in zip(codes, scales, strict=True)]
+        words, powers = (torch.stack(each) for each in zip(*packed, strict=True))
+        bias = torch.randn(count, out, device="cuda").bfloat16()
+        return StoredWeight(words, powers, bias, (out, wide)), numbers
+
+    (up, up_numbers), (down, down_numbers) = weight(2 * inner, hidden), weight(hidden, inner)
+
+    def expert(x: Tensor, number: int, deltas: Deltas = NO_DELTAS) -> Tensor:
+        y = x @ up_numbers[number].T + up.bias[number].float() + deltas[0](x)
+        gate, other = y[:, 0::2].clamp(max=7.0), y[:, 1::2].clamp(-7.0, 7.0)
+        found = ((other + 1) * gate * torch.sigmoid(gate * 1.702)).bfloat16().float()
+        y = F.linear(found, down_numbers[number], down.bias[number].float())
+        return y + deltas[1](found)
+
+    return up, down, Gate(True, 7.0, 1.702), expert
+
+
+def layer_fp8(hidden: int, inner: int, count: int) -> Layer:
+    """The same, like Qwen3-MoE's: x and inner columns are rounded too."""
+    from modeling.layers.triton_stored_experts import Gate, StoredWeight
+
+    def weight(out: int, wide: int) -> tuple[Any, Tensor]:
+        codes = torch.randn(count, out, wide, device="cuda").mul(64).clamp(-448, 448).to(FP8)
+        blocks = torch.rand(count, out // 128, wide // 128, device="cuda").add(0.5) / 64
+        whole = blocks.repeat_interleave(128, 1).repeat_interleave(128, 2) / wide**0.5
+        return StoredWeight(codes, blocks / wide**0.5, None, (out, wide)), codes.float() * whole
+
+    (up, up_numbers), (down, down_numbers) = weight(2 * inner, hidden), weight(hidden, inner)
+
+    def expert(x: Tensor, number: int, deltas: Deltas = NO_DELTAS) -> Tensor:
+        y = rounded_by_group(x, 128) @ up_numbers[number].T + deltas[0](x)
+        found = (F.silu(y[:, :inner]) * y[:, inner:]).bfloat16().float()
+        return F.linear(rounded_by_group(found, 128), down_numbers[number]) + deltas[1](found)
+
+    return up, down, Gate(), expert
+
+
+def random_integers(
+    shape: tuple[int, int],
+    group: int,
+    zero_points: bool,
+    ordered: bool,
+    dtype: torch.dtype,
+    device: str,
+) -> IntegerWeight:
+    """A matrix [out, in]. group: inputs that share a scale. ordered: by act-order."""
+    outputs, inputs = shape
+    count = -(-inputs // group)
+    codes = torch.randint(0, 16, shape, device=device).byte()
+    zeros = torch.randint(0, 16, (outputs, count), device=device).byte() if zero_points else None
+    scales = torch.rand(outputs, count, device=device).add(0.5).div(5 * inputs**0.5).to(dtype)
+    group_of = torch.arange(inputs, device=device) // group
+    group_of = group_of[torch.randperm(inputs, device=device)] if ordered else group_of
+    return IntegerWeight(codes, local_groups(scales, zeros, group_of, 8), 4, dtype)
+
+
+def integer_weights(
+    count: int,
+    shape: tuple[int, int],
+    group: int,
+    zero_points: bool = False,
+    ordered: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+    device: str = "cuda",
+) -> tuple[Any, Tensor]:
+    """A `StoredWeight` of so many experts, and its numbers in float32, [experts, out, in]."""
+    from modeling.layers.triton_stored_experts import StoredWeight
+
+    form = (group, zero_points, ordered, dtype, device)
+    stored = IntegerMatrices([[random_integers(shape, *form)] for _ in range(count)])
+    fields = integer_fields(stored)
+    own = StoredWeight(stored.codes.data, stored.scales.data, None, shape, **fields)
+    return own, stored.numbers().float()
+
+
+def layer_integers(form: str, hidden: int, inner: int, count: int) -> Layer:
+    """The same, in integers of 4 bits."""
+    from modeling.layers.triton_stored_experts import Gate
+
+    up, up_numbers = integer_weights(count, (2 * inner, hidden), **INTEGERS[form])
+    down, down_numbers = integer_weights(count, (hidden, inner), **INTEGERS[form])
+    dtype = dtype_of(up)
+
+    def expert(x: Tensor, number: int, deltas: Deltas = NO_DELTAS) -> Tensor:
+        y = x @ up_numbers[number].T + deltas[0](x)
+        found = (F.silu(y[:, :inner]) * y[:, inner:]).to(dtype).float()
+        return F.linear(found, down_numbers[number]) + deltas[1](found)
+
+    return up, down, Gate(), expert
+
+
+def dtype_of(weight: Any) -> torch.dtype:
+    """The type of what is multiplied with it."""
+    return weight.scales.dtype if weight.group else torch.bfloat16
+
+
+LAYERS: dict[str, Callable[[int, int, int], Layer]] = {
+    "mxfp4": layer_mxfp4,
+    "fp8": layer_fp8,
+    **{form: partial(layer_integers, form) for form in INTEGERS},
+}
