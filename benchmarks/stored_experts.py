@@ -2,7 +2,7 @@
 
 On one GPU, in microseconds: 16 launches in a CUDA graph, each routed by chance over the weights of
 one of two layers. --cuts compares how 4 bits may be cut: PAIRS,UP,DOWN,WARPS,STAGES, see
-`StoredCut`.
+`StoredCut`; the last column is how far their results are from those of the cuts that steps take.
 """
 
 import argparse
@@ -123,8 +123,10 @@ def microseconds(layers: Sequence[Layer], steps: Sequence[Step]) -> float:
     return best / len(steps) * 1e3
 
 
-def steps_of(tokens: int, hidden: int, count: int, active: int) -> list[Step]:
-    """Make inputs that are routed by chance."""
+def _steps(tokens: int, name: str) -> list[Step]:
+    """Make inputs that are routed by chance, the same at each call."""
+    hidden, _, count, active = SHAPES[name]
+    torch.manual_seed(tokens)
     made = []
     for _ in range(LAUNCHES):
         x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)
@@ -135,7 +137,7 @@ def steps_of(tokens: int, hidden: int, count: int, active: int) -> list[Step]:
 
 def measure(arguments: argparse.Namespace) -> None:
     """Print a line for each shape and form, or each cut of 4 bits."""
-    print("shape form cut " + " ".join(map(str, arguments.tokens)))
+    print(f"shape form cut {' '.join(map(str, arguments.tokens))} off")
     for name in arguments.shapes:
         hidden, inner, count, _ = SHAPES[name]
         for form in arguments.forms:
@@ -144,17 +146,19 @@ def measure(arguments: argparse.Namespace) -> None:
             made = FORMS[form]
             layers = [made(count, (2 * inner, hidden), (hidden, inner)) for _ in range(LAYERS)]
             cuts = arguments.cuts if form.startswith("4-bits") else []
+            own = [layers[0](*_steps(tokens, name)[0]) for tokens in arguments.tokens]
             for cut in ("own", *cuts):
                 with _cut_so(cut):
-                    times = [_of_tokens(layers, tokens, name) for tokens in arguments.tokens]
-                print(name, form, cut, *(f"{time:.1f}" for time in times), flush=True)
+                    found = [layers[0](*_steps(tokens, name)[0]) for tokens in arguments.tokens]
+                    off = max(map(_off, found, own))
+                    times = [microseconds(layers, _steps(each, name)) for each in arguments.tokens]
+                print(name, form, cut, *(f"{time:.1f}" for time in times), f"{off:.0e}", flush=True)
             del layers
 
 
-def _of_tokens(layers: Sequence[Layer], tokens: int, name: str) -> float:
-    hidden, _, count, active = SHAPES[name]
-    torch.manual_seed(tokens)
-    return microseconds(layers, steps_of(tokens, hidden, count, active))
+def _off(found: Tensor, own: Tensor) -> float:
+    """How far results are from those of the cuts that steps take, of the norm."""
+    return float((found.float() - own.float()).norm() / own.float().norm())
 
 
 @contextmanager

@@ -53,7 +53,11 @@ FP8_CUTS = (
 )
 """The best of those that a GPU compared."""
 
-INTEGER_CUTS: tuple[StoredCut, ...] = MXFP4_CUTS
+INTEGER_CUTS: tuple[StoredCut, ...] = (
+    StoredCut(64, 16, 64, 64, 4, 4),
+    StoredCut(256, 32, 64, 128, 4, 3),
+    StoredCut(2**31, 64, 64, 128, 4, 3),
+)
 """Not compared with others yet."""
 
 

@@ -73,13 +73,14 @@ def answers(
 ) -> list[list[int]]:
     """Serve the prompts in one batch: the base model's, then each adapter's; on all ranks alike.
 
-    model: settings of the model.
+    model: settings of the model, and expert_parallel.
     """
     requests = [
         Asked(prompt, NUM_TOKENS, slot=slot - 1, chunk=5, joins_at=slot)
         for slot, prompt in enumerate(prompts)
     ]
-    config = engine_config(folder, model=ModelConfig(id=str(folder), **model))
+    engine = {"expert_parallel": model.pop("expert_parallel", False)}
+    config = engine_config(folder, model=ModelConfig(id=str(folder), **model), **engine)
     found = run_in_memory(ranks, partial(answers_by_hand, config, list(adapters), requests))
     assert all(rank == found[0] for rank in found)
     return [answer.tokens for answer in found[0]]
@@ -109,7 +110,10 @@ def clear_answer(model: Any, length: int) -> tuple[list[int], list[int]]:
 
 
 def compare(folder: Path, adapters: Sequence[Path], oracle: Any, ranks: int, **model: Any) -> None:
-    """Assert that the model serves the oracle's tokens, with and without adapters."""
+    """Assert that the model serves the oracle's tokens, with and without adapters.
+
+    model: as of `answers`.
+    """
     prompts, tokens = truths(oracle, adapters)
     found = answers(folder, adapters, ranks, prompts, **model)
     assert found == tokens

@@ -108,6 +108,13 @@ def test_tokens_with_adapters_of_experts(made: World, kind: str, form: str, rank
     compare(stored, made.adapters(kind), load_oracle(numbers), ranks, dtype="float32")
 
 
+@pytest.mark.parametrize(("form", "ranks"), [("awq", 4), ("act-order", 2)])
+def test_tokens_of_ranks_with_whole_experts(made: World, form: str, ranks: int) -> None:
+    stored, numbers = made.stored("qwen3_moe", form)
+    how: dict[str, Any] = {"expert_parallel": True, "dtype": "float32"}
+    compare(stored, made.adapters("qwen3_moe"), load_oracle(numbers), ranks, **how)
+
+
 def experts_of(model: Any) -> list[tuple[str, Any]]:
     return [(n, module) for n, module in model.named_modules() if n.endswith(".experts")]
 
