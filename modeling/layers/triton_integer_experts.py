@@ -8,6 +8,7 @@ code in the lowest bits of a raised number of half precision adds to it: two num
 register by a shift, a mask, a subtraction and a product, rounded as the reference does it.
 """
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -126,6 +127,7 @@ def of_integers(
 # fmt: on
 
 
+@cache
 def integer_constants(dtype: torch.dtype) -> dict[str, Any]:
     """Return what the kernels are compiled for; dtype: of x and of the scales."""
     pair = {torch.bfloat16: "bf16x2", torch.float16: "f16x2"}[dtype]

@@ -43,6 +43,11 @@ and 1.35e-2."""
 SIZES = [(2880, 2880, 8, 4), (192, 96, 5, 3), (256, 384, 16, 2), (64, 32, 3, 1)]
 """Hidden size, inner size, experts, experts of a token."""
 
+OFTEN = ("mxfp4", "fp8", "4 bits", "4 bits, groups of 32")
+
+CASES = [(form, sizes) for form in LAYERS for sizes in (SIZES if form in OFTEN else SIZES[2:3])]
+"""Each case takes a compiler some seconds."""
+
 TOKENS = (1, 2, 7, 16, 64, 65, 200, 300, 1030)
 
 
@@ -76,8 +81,7 @@ def worst_error(form: str, sizes: tuple[int, int, int, int], tokens: int, made: 
     return worst
 
 
-@pytest.mark.parametrize("form", LAYERS)
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize(("form", "sizes"), CASES, ids=str)
 def test_layers(
     form: str, sizes: tuple[int, int, int, int], capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -141,7 +145,7 @@ class Factors:
         )
 
 
-@pytest.mark.parametrize("form", ["mxfp4", "fp8", "4 bits", "4 bits, groups of 32"])
+@pytest.mark.parametrize("form", OFTEN)
 @pytest.mark.parametrize("sizes", [SIZES[0], SIZES[2]], ids=str)
 def test_layers_adapted(
     form: str, sizes: tuple[int, int, int, int], capfd: pytest.CaptureFixture[str]
