@@ -10,7 +10,8 @@ adapters there are is read on the device. LoRA rank rows are read two pages at o
 are any: a pair whose expert the adapter leaves as it is reads none.
 
 Launches are programmatic dependent ones, as in `modeling.layers.triton`. No kernel writes tables
-and pools, so they may be read before the kernel ahead has ended.
+and pools, so they may be read before the kernel ahead has ended, and so may slots, but for those
+that `add` looks up.
 """
 
 from dataclasses import dataclass

@@ -66,7 +66,8 @@ class PagedParts(RunnerParts):
     @property
     def has_expert_kernels(self) -> bool:
         """Whether kernels multiply adapters of experts, in captured steps and in others."""
-        kinds = {projection.kind for projection in self.bank.projections}
+        pools = zip(self.bank.projections, self.bank.pool_pages, strict=True)
+        kinds = {projection.kind for projection, pages in pools if pages}
         has_any = self.adapter_plan is not None and ProjectionKind.EXPERTS in kinds
         return has_any and self.weights.model.has_expert_kernels
 

@@ -31,6 +31,7 @@ from modeling.adapters.projection import ModulePosition, Projection
 from modeling.models.generic.cuts import CutPlan
 from modeling.models.generic.fused_experts import ExpertKernels, FusedExperts
 from modeling.models.generic.fused_stored import StoredKernels, stored_kernels
+from modeling.models.generic.integer_experts import IntegerMatrices
 from modeling.models.generic.routed_projections import (
     expert_projections,
     layer_template,
@@ -57,7 +58,10 @@ DELTAS_BY_KERNELS = frozenset(
 where they were compared."""
 
 DELTAS_OF_STORED = frozenset(("gpt_oss", "qwen3_moe"))
-"""Types of which they multiply those of experts that a checkpoint quantised."""
+"""Types of which they multiply those of experts that a checkpoint quantised, not in integers."""
+
+DELTAS_OF_INTEGERS: frozenset[str] = frozenset()
+"""The same of experts in integers."""
 
 SPREAD_ON_GPUS = frozenset(("qwen3_moe",))
 """Types of which ranks may have whole experts on GPUs, where they were compared in float32 and in
@@ -164,6 +168,8 @@ class RoutedLayers:
     def have_kernels(self) -> bool:
         """Whether kernels can multiply adapters of experts, once the weights were read."""
         compared = DELTAS_OF_STORED if self._are_stored else DELTAS_BY_KERNELS
+        if any(has_stored(each.module, IntegerMatrices) for each in self._experts):
+            compared = DELTAS_OF_INTEGERS
         return self.on_gpus and self._model_type in compared
 
     @property

@@ -47,6 +47,7 @@ from modeling.models.generic.step import (
     PositionsAsLength,
     RotationLostError,
 )
+from modeling.models.generic.stored_experts import StoredMatrices
 from modeling.models.generic.windows import check_windows, marked_masks
 from modeling.models.paged_base import read_score
 from sharding.embedding import ParallelHead, VocabParallelEmbedding
@@ -105,12 +106,8 @@ class GenericForCausalLM(nn.Module):
         self.projections = (*self.projections, *routed.projections)
         self.adapts_experts_on_gpus = routed.on_gpus
         routed.install(self._step, self.device)
-        numbers = (each for each in self.causal.parameters() if each.is_floating_point())
-        stacked = [each for each in numbers if each.dim() == 3]
-        # torch's product of groups reads their sizes on the host, but for half precision.
-        is_half = weights.dtype is not torch.float32
         self.has_expert_kernels = weights.dtype is torch.bfloat16 and routed.have_kernels
-        has_form = not stacked or (is_half and all(map(has_aligned_sides, stacked)))
+        has_form = _groups_can_be_captured(self.causal, weights.dtype)
         self.capturable = has_form and self.causal.config.model_type not in ANGLES_ON_HOST
         self.causal.requires_grad_(False).train(False)
         fuse(self.causal, self._step)
@@ -365,6 +362,16 @@ def _hold_frequencies(causal: PreTrainedModel) -> None:
             setattr(module, "rope_type", "default")  # noqa: B010 - modules are not ours
         elif isinstance(kind, dict):
             kind.update({each: "default" for each in kind if kind[each] == "dynamic"})
+
+
+def _groups_can_be_captured(causal: PreTrainedModel, dtype: torch.dtype) -> bool:
+    """Whether no product of groups reads their sizes on the host; only half precision does not."""
+    # Kernels of ours multiply what is stored.
+    others = (each for each in causal.modules() if not isinstance(each, StoredMatrices))
+    numbers = (each for module in others for each in module.parameters(recurse=False))
+    stacked = [each for each in numbers if each.is_floating_point() and each.dim() == 3]
+    is_half = dtype is not torch.float32
+    return not stacked or (is_half and all(map(has_aligned_sides, stacked)))
 
 
 def _tail(causal: PreTrainedModel, prefix: str) -> nn.Module:

@@ -158,6 +158,6 @@ def inputs_of(module: nn.Module, name: str, x: Tensor) -> Tensor:
     return x if stored is None else stored.inputs(x)
 
 
-def has_stored(module: nn.Module) -> bool:
-    """Whether some of a module's parameters are made anew whenever they are read."""
-    return any(isinstance(each, StoredMatrices) for each in module.children())
+def has_stored(module: nn.Module, kind: type[StoredMatrices] = StoredMatrices) -> bool:
+    """Whether some of a module's parameters are made anew, from `kind`, whenever they are read."""
+    return any(isinstance(each, kind) for each in module.children())

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.stored import mark_stored
 from configs.architectures.base import ArchitectureError
-from configs.model import LoadFormat, ModelConfig
+from configs.model import DType, LoadFormat, ModelConfig
 from modeling.runner.loading import load_model
 from sharding.group import LoneRank, SingleRank
 from tests.checkpoints import load_oracle, write_adapter
@@ -113,6 +113,17 @@ def test_tokens_of_ranks_with_whole_experts(made: World, form: str, ranks: int) 
     stored, numbers = made.stored("qwen3_moe", form)
     how: dict[str, Any] = {"expert_parallel": True, "dtype": "float32"}
     compare(stored, made.adapters("qwen3_moe"), load_oracle(numbers), ranks, **how)
+
+
+@pytest.mark.parametrize("form", ["gptq", "symmetric", "packed"])
+def test_steps_on_gpus_are_captured_and_adapters_of_experts_refused(made: World, form: str) -> None:
+    """A group's scales, whatever their number, are no factors of a product of groups."""
+    stored, _ = made.stored("qwen3_moe", form)
+    config = engine_config(stored, model=ModelConfig(id=str(stored), dtype=DType.BFLOAT16))
+    model: Any = load_model(config, SingleRank(), CPU).model
+    assert model.capturable
+    assert not model.adapts_experts_on_gpus
+    assert not model.has_expert_kernels
 
 
 def experts_of(model: Any) -> list[tuple[str, Any]]:
