@@ -1,0 +1,90 @@
+"""The kernels of experts with adapters become code for Hopper; Triton needs no GPU for that.
+
+What the interpreter takes need not compile: Triton's passes fail on some layouts.
+"""
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels are not compiled"
+)
+
+TYPES = {
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+HIDDEN, INNER, EXPERTS, LAYERS, POOL = 2048, 768, 32, 2, 64
+
+
+class Compiled:
+    """In the place of launches: compiles each form once, and launches none."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        self._forms: set[object] = set()
+
+    def __call__(
+        self, launcher: Any, key: Any, grid: Any, arguments: Any, constants: Any, options: Any
+    ) -> None:
+        import triton
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+
+        kernel = launcher._kernel
+        name, names = kernel.fn.__name__, kernel.arg_names
+        tensors = [isinstance(each, torch.Tensor) for each in arguments]
+        types = [
+            TYPES[own.dtype] if is_tensor else "i32"
+            for own, is_tensor in zip(arguments, tensors, strict=True)
+        ]
+        form = (name, *types, *sorted(constants.items()))
+        if form in self._forms:
+            return
+        self._forms.add(form)
+        signature = dict(zip(names, types, strict=False)) | dict.fromkeys(constants, "constexpr")
+        values = {(names.index(own),): value for own, value in constants.items()}
+        aligned = {(i,): [["tt.divisibility", 16]] for i, own in enumerate(tensors) if own}
+        source = ASTSource(kernel, signature, values, aligned)
+        assert triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(options))
+        self.names.add(name)
+
+
+@pytest.mark.parametrize(("pages", "active"), [(1, 8), (3, 2), (8, 3)])
+def test_they_compile(pages: int, active: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of one token to 512. pages: of the largest rank. active: experts of a token."""
+    pytest.importorskip("triton")
+    from modeling import triton_launch, triton_pairs
+    from modeling.layers import triton_expert_deltas, triton_experts
+
+    compiled = Compiled()
+    launch = lambda own, *given: compiled(own, *given)  # noqa: E731
+    monkeypatch.setattr(triton_launch.Launcher, "__call__", launch)
+    for module in (triton_pairs, triton_experts, triton_expert_deltas):
+        monkeypatch.setattr(module, "has_dependent_launch", lambda device: True)
+
+    def numbers(*shape: int) -> torch.Tensor:
+        return torch.empty(*shape, dtype=torch.bfloat16)
+
+    pools = tuple(
+        (numbers(LAYERS, POOL, 8, inputs), numbers(LAYERS, POOL, 8, outputs))
+        for inputs, outputs in ((HIDDEN, INNER), (HIDDEN, INNER), (INNER, HIDDEN))
+    )
+    up, down = numbers(EXPERTS, 2 * INNER, HIDDEN), numbers(EXPERTS, HIDDEN, INNER)
+    counts = torch.zeros(EXPERTS, dtype=torch.int32)
+    table = torch.zeros(4, len(pools), EXPERTS, pages, dtype=torch.int32)
+    for tokens in (1, 4, 16, 256, 512):
+        slots, ids = torch.zeros(tokens).int(), torch.zeros(tokens, active).long()
+        deltas = triton_pairs.PairDeltas(slots, table, pools, (0, 1, 2))
+        own = triton_expert_deltas.LayerDeltas(deltas, (0, 1), 2, 0)
+        x, shares = numbers(tokens, HIDDEN), numbers(tokens, active)
+        triton_experts.experts(x, up, down, ids, shares, counts, own)
+        y, pairs = numbers(tokens * active, INNER), numbers(tokens * active, HIDDEN)
+        of_pairs = ids.flatten(), torch.zeros(tokens * active).long()
+        deltas.add(y, pairs, *of_pairs, 0, 0, EXPERTS, 0)
+    assert {"_shrink", "_expand", "down_of_token_kernel", "sum_deltas_kernel"} < compiled.names
