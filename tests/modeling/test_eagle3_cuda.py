@@ -67,6 +67,8 @@ def check_rank(
 ) -> None:
     """Compare one rank's answers and drafts, launched and captured; in a process of its own."""
     assert group.size > 1
+    # Plain torch guesses for one row after the other: with all threads two ranks take minutes.
+    torch.set_num_threads(1)
     loading.EAGLE3_LAUNCHED_ON, speculation.MARGIN = ("cpu", device.type), 0.0
     for graphs in (CudaGraphs.NONE, CudaGraphs.DECODE):
         made, run = answers(trained.config, graphs, adapters, NUM_DRAFTS, group)
