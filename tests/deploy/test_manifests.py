@@ -35,7 +35,7 @@ def _the_model_is_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(model: ModelConfig) -> Path:
         raise ModelNotFound(model.id)
 
-    monkeypatch.setattr("deployments.commands.check_config.model_fault", lambda model: None)
+    monkeypatch.setattr("deployments.commands.check_config.engine_faults", lambda arguments: ())
     monkeypatch.setattr("deployments.app.fetch_model_config", missing)
 
 
