@@ -62,8 +62,8 @@ def _inner_config(service: Mapping[str, Any]) -> dict[str, Any]:
 
 def engines(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """The arguments of each base model of LoRay's applications, which must be free of faults."""
-    for _, app in _applications(config):
-        yield from _bases(app).values()
+    for _, app in applications(config):
+        yield from bases(app).values()
 
 
 def config_faults(config: Mapping[str, Any]) -> list[str]:
@@ -85,7 +85,7 @@ def config_faults(config: Mapping[str, Any]) -> list[str]:
     # Serve ignores keys that it does not know.
     found += _unknown("", config, ServeDeploySchema.model_fields)
     found += _unknown_inside("", config)
-    for where, app in _applications(config):
+    for where, app in applications(config):
         found += _unknown(f"{where}.", app, ServeApplicationSchema.model_fields)
         for one in _deployments(app):
             inner = f"{where}.deployments.{one.get('name')}."
@@ -101,8 +101,8 @@ def config_faults(config: Mapping[str, Any]) -> list[str]:
 def pin_faults(config: Mapping[str, Any]) -> list[str]:
     """Pins and names of what is missing under the local roots; a server starts without them."""
     found = []
-    for where, app in _applications(config):
-        for driver, arguments in _bases(app).items():
+    for where, app in applications(config):
+        for driver, arguments in bases(app).items():
             adapters = part(arguments, AdaptersConfig, "adapters")
             if adapters is None:
                 continue
@@ -125,7 +125,7 @@ def _shape_faults(config: Mapping[str, Any]) -> Iterator[str]:
     apps = config.get("applications")
     if not isinstance(apps, list):
         return  # Serve's schema says so.
-    if not any(_applications(config)):
+    if not any(applications(config)):
         yield f"applications: none has LoRay's import_path, {_ONE} or {_SEVERAL}"
     for number, app in enumerate(app for app in apps if isinstance(app, dict)):
         where = f"applications.{app.get('name', number)}"
@@ -186,7 +186,7 @@ def _scaling_faults(deployment: Mapping[str, Any]) -> list[str]:
     return []
 
 
-def _applications(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def applications(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """LoRay's own applications, each with its path in the yaml."""
     apps = config.get("applications")
     for number, app in enumerate(apps if isinstance(apps, list) else ()):
@@ -203,16 +203,16 @@ def _app_faults(app: Mapping[str, Any]) -> Iterator[str]:
         kind.model_validate(arguments)
     except ValueError as error:
         yield from (f"args.{fault}" for fault in faults(error, kind))
-    bases = _bases(app)
-    for each in bases.values():
+    drivers = bases(app)
+    for each in drivers.values():
         yield from (f"args.{fault}" for fault in engine_faults(each))
-    known = [*bases, "Ingress"]
+    known = [*drivers, *fronts(app)]
     for one in _deployments(app):
         if one.get("name") not in known:
             yield f"deployments: there is no {one.get('name')!r}, only {' and '.join(known)}"
-        elif one["name"] == "Ingress" and one.get("user_config"):
+        elif one["name"] not in drivers and one.get("user_config"):
             yield f"deployments.{one['name']}: user_config belongs to the Driver"
-    for driver, arguments in bases.items():
+    for driver, arguments in drivers.items():
         yield from _user_faults(driver, _user_config(app, driver), arguments)
 
 
@@ -231,7 +231,14 @@ def _user_faults(driver: str, given: Mapping[str, Any], arguments: Any) -> Itera
             yield from (f"{driver}.user_config.{fault}" for fault in faults(error))
 
 
-def _bases(app: Mapping[str, Any]) -> dict[str, Any]:
+def fronts(app: Mapping[str, Any]) -> list[str]:
+    """The names of the deployments that are no driver."""
+    batches = (app.get("args") or {}).get("batches")
+    stored = isinstance(batches, dict) and batches.get("storage")
+    return ["Ingress", "Batches"] if stored else ["Ingress"]
+
+
+def bases(app: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of each base model, by the name of its deployment."""
     arguments = app.get("args") or {}
     if app["import_path"] == _ONE:

@@ -24,7 +24,7 @@ from rich.console import Console
 from configs.adapters import PushConfig
 from configs.env import export_throughput_mode, front_ports, proxy_mode
 from configs.serve import ServeConfig
-from deployments.commands.check_config import config_faults, engines, read_config
+from deployments.commands.check_config import applications, config_faults, engines, read_config
 from deployments.commands.cluster import (
     ClusterLost,
     Leaving,
@@ -34,6 +34,7 @@ from deployments.commands.cluster import (
     require_alive,
 )
 from deployments.commands.failing import fail
+from deployments.commands.room import demands, lacks
 from deployments.commands.start_lines import StartLines
 from deployments.ports import Port, conflicts
 from sources.pushed import PushedFiles
@@ -86,6 +87,7 @@ def serve_file(path: Path, title: str, dashboard: bool, drain_seconds: float) ->
     page = f"http://{context.dashboard_url}" if context.dashboard_url else "off"
     try:
         _log(f"deploying {title}")
+        _require_room(config, ray.cluster_resources())
         _start_ranks_ahead(config)
         _deploy(path, address)
         names = []
@@ -114,6 +116,19 @@ def _free_pushes(config: Mapping[str, Any]) -> None:
             adapters = base.get("engine", {}).get("adapters") or {}
             push = PushConfig.model_validate(adapters.get("push") or {})
             PushedFiles(push, push.max_bytes).clear()
+
+
+def _require_room(config: Mapping[str, Any], available: Mapping[str, float]) -> None:
+    """Fail if Ray could never reserve what the replicas need: the app would wait without end."""
+    from deployments.bundles import bundles
+
+    apps = [app for _, app in applications(config)]
+    try:
+        found = list(lacks(demands(apps, bundles), available))
+    except ValueError as error:
+        fail(str(error))
+    if found:
+        fail("\n  ".join(found))
 
 
 def _start_ranks_ahead(config: Mapping[str, Any]) -> None:

@@ -22,7 +22,7 @@ from configs.env import (
 )
 from configs.serve import ServeConfig
 from configs.wire.adapters import AdapterReference, AdapterSource, parse_reference
-from deployments.app import bundles
+from deployments.bundles import bundles
 from tests.checkpoints import write_llama
 
 ROOT = Path(__file__).resolve().parents[2]

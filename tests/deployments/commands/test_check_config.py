@@ -71,6 +71,11 @@ def typo_of_several(config: dict[str, Any]) -> None:
     found["deployments"].append({"name": "Driver"})
 
 
+def with_batches(config: dict[str, Any]) -> None:
+    served(config)["args"]["batches"] = {"storage": "/tmp/files"}
+    served(config)["deployments"].append({"name": "Batches", "max_ongoing_requests": 5})
+
+
 GOOD: dict[str, Edit] = {
     "several bases": several,
     "as it is": lambda config: None,
@@ -80,6 +85,7 @@ GOOD: dict[str, Edit] = {
     ),
     "a policy of autoscaling": policy(queue_seconds=0.1),
     "an adapter of the hub": user({"pinned_adapters": ["hub:acme/sql@v2"]}),
+    "a runner of batches": with_batches,
     "another application": lambda config: config["applications"].append(
         {"name": "other", "route_prefix": "/other", "import_path": "other:app", "args": {"x": 1}}
     ),
