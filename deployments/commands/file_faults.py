@@ -9,6 +9,7 @@ from configs.architectures.select import load_architecture
 from configs.base import Config
 from configs.engine import EngineConfig, SpeculationConfig
 from configs.model import LoadFormat, ModelConfig
+from configs.reading import has_tokenizer
 from configs.wire.adapters import AdapterError, AdapterSource, parse_reference
 from sources.local import LocalSource
 from sources.model import ModelNotFound, fetch_model_config, local_folder
@@ -41,7 +42,11 @@ def model_fault(model: ModelConfig) -> str | None:
     except (ModelNotFound, ArchitectureError, OSError, ValueError) as error:
         return f"engine.model.id: {error}"
     folder = local_folder(model)
-    if folder is None or model.load_format is LoadFormat.DUMMY:
+    if folder is None:
+        return None
+    if not has_tokenizer(folder):
+        return f"engine.model.id: {folder} has no tokenizer: save the model's own into it"
+    if model.load_format is LoadFormat.DUMMY:
         return None
     patterns = [_WEIGHTS, _PICKLED] if model.allow_pickle else [_WEIGHTS]
     if not any(path for pattern in patterns for path in folder.glob(pattern)):

@@ -228,7 +228,7 @@ def _wait_until_running(
             for title, app in apps.items():
                 _print_change(title, app, printed)
                 if app.status.value in ("DEPLOY_FAILED", "UNHEALTHY"):
-                    print(app.message, file=sys.stderr)
+                    print(last_error(app.message), file=sys.stderr)
                     for name, part in app.deployments.items():
                         if part.message:
                             print(f"{name}: {last_error(part.message)}", file=sys.stderr)
@@ -264,6 +264,8 @@ def _announce(config: dict[str, Any], dashboard: str, address: str, leaving: Eve
     server = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{options.get('port', 8000)}"
     urls = [f"{server}{app.get('route_prefix', '/')}".rstrip("/") for app in config["applications"]]
     infos = {url: _fetch_info(url, leaving) for url in urls}
+    if leaving.is_set():
+        return
     for url, info in infos.items():
         print(f"\nLoRay serves {info.get('model_id', 'a model')} on {url}")
         _print_table(info.get("chosen", {"chosen": "see GET /info, with a key"}))
@@ -290,6 +292,7 @@ def _print_table(rows: dict[str, str]) -> None:
 def _fetch_info(url: str, leaving: Event) -> dict[str, Any]:
     """GET /info, once the HTTP front is up; {} if the user ends the command."""
     deadline = time.monotonic() + _FRONT_SECONDS
+    reason = ""
     while time.monotonic() < deadline:
         try:
             with urllib.request.urlopen(f"{url}/info", timeout=5) as answer:
@@ -298,11 +301,23 @@ def _fetch_info(url: str, leaving: Event) -> dict[str, Any]:
         except urllib.error.HTTPError as error:
             if error.code == HTTPStatus.UNAUTHORIZED:
                 return {}
+            said = _refusal(error)
+            if said and said != reason:
+                reason = said
+                _log(f"not ready: {reason}")
         except (urllib.error.URLError, ConnectionError, TimeoutError):
             pass
         if leaving.wait(_POLL_SECONDS):
             return {}
-    fail(f"the app runs, but {url}/info does not answer")
+    fail(f"the app runs, but {url}/info does not answer: {reason or 'no connection'}")
+
+
+def _refusal(error: urllib.error.HTTPError) -> str:
+    """What LoRay says in an error; "" for one of the HTTP front."""
+    try:
+        return str(json.load(error)["error"])
+    except (ValueError, LookupError, TypeError, OSError):
+        return ""
 
 
 def _log(line: str) -> None:

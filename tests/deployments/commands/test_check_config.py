@@ -245,6 +245,7 @@ def test_a_model_without_weights_is_named(tmp_path: Path) -> None:
     for file in Path("configs/demo/model").glob("*.json"):
         (folder / file.name).write_bytes(file.read_bytes())
     done = check(written(tmp_path, model(str(folder))))
+    assert done.exit_code == 1
     assert f"{folder} has no weights: no *.safetensors" in done.output
     assert "engine.model.allow_pickle is not set" in done.output
 
@@ -252,6 +253,8 @@ def test_a_model_without_weights_is_named(tmp_path: Path) -> None:
         served(config)["args"]["engine"]["model"] = {"id": str(folder), "load_format": "dummy"}
 
     assert check(written(tmp_path, dummy)).exit_code == 0
+    (folder / "tokenizer.json").unlink()
+    assert f"{folder} has no tokenizer" in check(written(tmp_path, dummy)).output
 
 
 def test_a_key_that_is_there_twice_is_named_with_its_line(tmp_path: Path) -> None:

@@ -18,12 +18,13 @@ class Front(BaseHTTPRequestHandler):
     """Refuses with each status, then answers."""
 
     statuses: list[int]
+    body: dict[str, str] = {"model_id": "tiny"}  # noqa: RUF012
 
     def do_GET(self) -> None:
         status = self.statuses.pop(0) if self.statuses else 200
         self.send_response(status)
         self.end_headers()
-        self.wfile.write(json.dumps({"model_id": "tiny"}).encode())
+        self.wfile.write(json.dumps(self.body).encode())
 
     def log_message(self, *_: object) -> None:
         pass
@@ -42,6 +43,27 @@ def test_info_is_fetched_until_the_front_answers(
         thread.join()
     assert info.get("model_id") == reply
     assert statuses == []
+
+
+def test_what_keeps_the_app_from_answering_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("deployments.commands.serve._POLL_SECONDS", 0.001)
+    statuses = [503] * 3
+    kind = {"statuses": statuses, "body": {"error": "no tokenizer.json"}}
+    with HTTPServer(("127.0.0.1", 0), type("Mine", (Front,), kind)) as front:
+        thread = threading.Thread(target=front.serve_forever, args=(0.05,))
+        thread.start()
+        url = f"http://127.0.0.1:{front.server_port}"
+        _fetch_info(url, threading.Event())
+        assert capsys.readouterr().out.count("not ready: no tokenizer.json") == 1
+        statuses += [503] * 10_000
+        monkeypatch.setattr("deployments.commands.serve._FRONT_SECONDS", 0.2)
+        with pytest.raises(typer.Exit):
+            _fetch_info(url, threading.Event())
+        assert "/info does not answer: no tokenizer.json" in capsys.readouterr().err
+        front.shutdown()
+        thread.join()
 
 
 def test_ending_the_command_ends_the_wait_for_the_front() -> None:

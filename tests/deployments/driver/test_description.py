@@ -32,8 +32,28 @@ def test_what_guesses_tokens(
     expected: str,
 ) -> None:
     capacity = Capacity(9, 4, (), 0, 1, 0, 99, drafts=drafts)
-    capacity = replace(capacity, draft_heads=heads)
-    report = LoadReport(
+    report = load_report(replace(capacity, draft_heads=heads))
+    assert startup_info([report], config)["speculation"] == expected
+
+
+@pytest.mark.parametrize(
+    ("blocks", "longest", "expected"),
+    [
+        (9, 36, "9 of 4 tokens; a request has at most 36 tokens, not 99"),
+        (24, 96, "24 of 4 tokens; a request has at most 96 tokens, not 99"),
+        (25, 99, "25 of 4 tokens"),
+    ],
+)
+def test_a_cache_smaller_than_the_longest_request_is_named(
+    blocks: int, longest: int, expected: str
+) -> None:
+    capacity = Capacity(blocks, 4, (), 0, 1, 0, 99)
+    assert capacity.longest_sequence == longest
+    assert startup_info([load_report(capacity)], SpeculationConfig())["pages"] == expected
+
+
+def load_report(capacity: Capacity) -> LoadReport:
+    return LoadReport(
         rank=0,
         pid=0,
         capacity=capacity,
@@ -48,4 +68,3 @@ def test_what_guesses_tokens(
         adapter_bytes=0,
         load_seconds=0.0,
     )
-    assert startup_info([report], config)["speculation"] == expected
