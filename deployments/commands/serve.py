@@ -29,6 +29,7 @@ from deployments.commands.cluster import (
     ClusterLost,
     Leaving,
     end_without,
+    exit_if_lost,
     give_up_after,
     ray_servers,
     require_alive,
@@ -40,7 +41,10 @@ from deployments.ports import Port, conflicts
 from sources.pushed import PushedFiles
 
 _POLL_SECONDS = 0.5
-_READY_SECONDS = 900.0
+_READY_SECONDS = 300.0
+"""How long a start may take beside that of the ranks."""
+
+_PORT_SECONDS = 10.0
 _FRONT_SECONDS = 300.0
 _REPLY_SECONDS = 10.0
 _ENDING_SECONDS = 120.0
@@ -77,28 +81,34 @@ def serve_file(path: Path, title: str, dashboard: bool, drain_seconds: float) ->
     from ray import serve
 
     _log("starting Ray")
-    # A cluster of its own: this command must not end another that runs here.
-    context = ray.init(
-        "local", namespace="serve", include_dashboard=dashboard, logging_level="warning"
-    )
+    try:
+        # A cluster of its own: this command must not end another that runs here.
+        context = ray.init(
+            "local", namespace="serve", include_dashboard=dashboard, logging_level="warning"
+        )
+    except SystemExit:
+        return  # By a signal: Ray has its own handlers while it starts, and ends what it began.
     leaving.listen()  # Ray has replaced the handlers by its own, which print a native stack.
     servers = ray_servers()
     address = context.address_info["gcs_address"]
     page = f"http://{context.dashboard_url}" if context.dashboard_url else "off"
     try:
-        _log(f"deploying {title}")
-        _require_room(config, ray.cluster_resources())
-        _start_ranks_ahead(config)
-        _deploy(path, address)
         names = []
         lines = StartLines(Path(context.address_info["session_dir"]) / "logs")
-        if _wait_until_running(serve, leaving.requested, servers, lines):
-            _announce(config, page, address, leaving.requested)
-            while not leaving.requested.wait(_POLL_SECONDS):
-                require_alive(servers)
-            names = [app.get("name", "default") for app in config["applications"]]
+        if not leaving.requested.is_set():
+            _log(f"deploying {title}")
+            _require_room(config, ray.cluster_resources())
+            _start_ranks_ahead(config)
+            _deploy(path, address)
+            if _wait_until_running(serve, config, leaving.requested, servers, lines):
+                _announce(config, page, address, leaving.requested)
+                while not leaving.requested.wait(_POLL_SECONDS):
+                    require_alive(servers)
+                names = [app.get("name", "default") for app in config["applications"]]
         give_up_after(_ENDING_SECONDS + (0.0 if leaving.hurried.is_set() else drain_seconds))
+        ended = exit_if_lost(servers)
         asyncio.run(_leave(serve, names, drain_seconds, leaving.hurried))
+        ended.set()
         ray.shutdown()
         _free_pushes(config)
     except ClusterLost as lost:
@@ -207,17 +217,29 @@ def _require_ports(http: Mapping[str, Any]) -> None:
             Port("", front.statistics, "RAY_SERVE_HAPROXY_STATS_PORT"),
             Port("", front.metrics, "RAY_SERVE_HAPROXY_METRICS_PORT"),
         ]
-    taken = conflicts(ports)
-    if taken:
-        fail("\n  ".join(taken))
+    deadline = time.monotonic() + _PORT_SECONDS
+    printed: list[str] = []
+    while taken := conflicts(ports):
+        if time.monotonic() > deadline or not any(" is in use" in fault for fault in taken):
+            fail("\n  ".join(taken))
+        if not printed:
+            printed = taken
+            _log(f"waiting {_PORT_SECONDS:g} s for ports, which a server that ended may still hold")
+        time.sleep(_POLL_SECONDS)
 
 
 def _wait_until_running(
-    serve: Any, leaving: Event, servers: Mapping[int, str], lines: StartLines
+    serve: Any,
+    config: Mapping[str, Any],
+    leaving: Event,
+    servers: Mapping[int, str],
+    lines: StartLines,
 ) -> bool:
     """Print each change of status, and lines; False if an app failed or the user ends it."""
     printed: dict[str, str] = {}
-    deadline = time.monotonic() + _READY_SECONDS
+    bases = [ServeConfig.model_validate(each) for each in engines(config)]
+    limit = _READY_SECONDS + max(each.engine.recovery.start_timeout_s for each in bases)
+    deadline = time.monotonic() + limit
     # A spinner while weights are read; rich shows it on terminals only.
     with Console(stderr=True).status("starting", spinner="line"):
         while not leaving.wait(_POLL_SECONDS) and time.monotonic() < deadline:
@@ -235,6 +257,12 @@ def _wait_until_running(
                     return False
             if apps and all(app.status.value == "RUNNING" for app in apps.values()):
                 return True
+    if not leaving.is_set():
+        typer.echo(
+            f"loray: not all applications run after {limit:g} s: if they only need longer, raise "
+            f"engine.recovery.start_timeout_s. {_LOGS}",
+            err=True,
+        )
     return False
 
 

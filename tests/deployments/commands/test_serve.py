@@ -11,7 +11,7 @@ import pytest
 import typer
 from ray.exceptions import RayActorError
 
-from deployments.commands.serve import _deploy, _fetch_info, last_error
+from deployments.commands.serve import _deploy, _fetch_info, _require_ports, last_error
 
 
 class Front(BaseHTTPRequestHandler):
@@ -64,6 +64,26 @@ def test_what_keeps_the_app_from_answering_is_said_once(
         assert "/info does not answer: no tokenizer.json" in capsys.readouterr().err
         front.shutdown()
         thread.join()
+
+
+def test_ports_of_a_server_that_ends_are_waited_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("deployments.commands.serve._POLL_SECONDS", 0.001)
+    monkeypatch.setattr("deployments.commands.serve.front_ports", lambda: None)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        http = {"host": "127.0.0.1", "port": listener.getsockname()[1]}
+
+        def end(_: float) -> None:
+            listener.close()
+
+        monkeypatch.setattr("time.sleep", end)
+        _require_ports(http)
+    assert capsys.readouterr().out.count("for ports, which a server that ended") == 1
+    monkeypatch.setattr("deployments.commands.serve._PORT_SECONDS", 0.0)
+    with socket.create_server(("127.0.0.1", http["port"])), pytest.raises(typer.Exit):
+        _require_ports(http)
+    assert f"port {http['port']} is in use by process" in capsys.readouterr().err
 
 
 def test_ending_the_command_ends_the_wait_for_the_front() -> None:
