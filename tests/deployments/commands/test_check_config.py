@@ -116,6 +116,12 @@ BAD: dict[str, tuple[Edit, list[str]]] = {
         user({"pinned_adapters": ["pirate", "nope"]}), ["pinned_adapters: adapter 'nope'"]
     ),
     "a limit that does not fit": (user({"max_step_tokens": 0}), ["max_step_tokens"]),
+    "a step larger than the ranks' buffers": (
+        user({"max_step_tokens": 513}), ["max_step_tokens (513) must not be more than", "(512)"]
+    ),
+    "a name that the base model has": (
+        user({"names": {"loray-demo": "pirate"}}), ["names.loray-demo: it is the base model's"]
+    ),
     "a name for nothing": (user({"names": {"x": " "}}), ["names no adapter"]),
     "a deployment that is none": (
         lambda config: driver(config).update(name="Divers"), ["there is no 'Divers'"]
