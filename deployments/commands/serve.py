@@ -75,6 +75,7 @@ def serve_file(path: Path, title: str, dashboard: bool, drain_seconds: float) ->
     if found:
         fail(f"{path} would be refused:\n  " + "\n  ".join(found), status=2)
     _require_ports(config.get("http_options") or {})
+    _free_pushes(config)  # Of a server that was killed.
     leaving = Leaving()
 
     import ray  # Ray reads the environment when it is imported, so not before the export.
@@ -119,7 +120,7 @@ def serve_file(path: Path, title: str, dashboard: bool, drain_seconds: float) ->
 
 
 def _free_pushes(config: Mapping[str, Any]) -> None:
-    """Free the memory of pushed adapters; no process of this cluster holds them any more."""
+    """Free the memory of pushed adapters that no process holds."""
     for app in config["applications"]:
         arguments = app.get("args", {})
         for base in arguments.get("models", {"": arguments}).values():

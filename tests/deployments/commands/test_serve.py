@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 import typer
+import yaml
 from ray.exceptions import RayActorError
 
-from deployments.commands.serve import _deploy, _fetch_info, _require_ports, last_error
+from deployments.commands.serve import _deploy, _fetch_info, _require_ports, last_error, serve_file
 
 
 class Front(BaseHTTPRequestHandler):
@@ -84,6 +85,27 @@ def test_ports_of_a_server_that_ends_are_waited_for(
     with socket.create_server(("127.0.0.1", http["port"])), pytest.raises(typer.Exit):
         _require_ports(http)
     assert f"port {http['port']} is in use by process" in capsys.readouterr().err
+
+
+def test_a_start_frees_the_pushes_of_a_server_that_was_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "pushed"
+    (folder / "entries" / "version").mkdir(parents=True)
+    config = yaml.safe_load(Path("serve_config.yaml").read_text())
+    engine = config["applications"][0]["args"]["engine"]
+    engine["adapters"]["push"] = {"folder": str(folder)}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    monkeypatch.setattr("deployments.commands.serve.export_throughput_mode", lambda: None)
+    monkeypatch.setattr("deployments.commands.serve._require_ports", lambda http: None)
+
+    def leave() -> None:
+        raise typer.Exit(3)
+
+    monkeypatch.setattr("deployments.commands.serve.Leaving", leave)
+    with pytest.raises(typer.Exit):
+        serve_file(tmp_path / "config.yaml", "", False, 0.0)
+    assert not folder.exists()
 
 
 def test_ending_the_command_ends_the_wait_for_the_front() -> None:
