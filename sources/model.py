@@ -6,6 +6,7 @@ from pathlib import Path
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
 from configs.model import ModelConfig
+from sources.base import CONFIG_NAME as ADAPTER_CONFIG
 from sources.base import PACKAGE_ROOT, HTTPError
 from sources.s3_model import SCHEME, S3Model
 
@@ -83,6 +84,11 @@ def _not_found(config: ModelConfig, error: Exception) -> ModelNotFound:
     reason = str(error).rstrip(".")
     if _is_in_s3(config):
         return ModelNotFound(f"model {config.id!r} could not be read from s3: {reason}")
+    if (Path(os.path.expanduser(config.id)) / ADAPTER_CONFIG).is_file():
+        return ModelNotFound(
+            f"{config.id!r} is an adapter: give the base model that its {ADAPTER_CONFIG} names "
+            "(base_model_name_or_path), and the folder that it lies in as the adapters'"
+        )
     if isinstance(error, HFValidationError):
         return ModelNotFound(
             f"model {config.id!r} is neither a folder with a config.json here nor a hub id: give "

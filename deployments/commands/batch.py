@@ -40,7 +40,11 @@ def run(
     if checked.faults:
         wrong = (f"line {fault.line}: {fault.message}" for fault in checked.faults)
         fail(f"{source} cannot be answered:\n  " + "\n  ".join(wrong), status=2)
-    done = done_ids(target)
+    try:
+        done = done_ids(target)
+        target.open("ab").close()
+    except OSError as error:
+        fail(f"{target} cannot be written: {error.strerror}", status=2)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
                TextColumn("lines"), TimeRemainingColumn())  # fmt: skip
     with Progress(*columns, console=Console(stderr=True)) as progress:

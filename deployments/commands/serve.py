@@ -67,14 +67,7 @@ def serve_file(path: Path, title: str, dashboard: bool, drain_seconds: float) ->
     drain_seconds: how long running requests may continue after SIGTERM. typer.Exit 1 if the app
     does not start, or if the cluster ends by itself.
     """
-    if not path.is_file():
-        fail(f"{path} is not a file: name a Serve config, or a model", status=2)
-    config = read_config(path)
-    export_throughput_mode()
-    found = config_faults(config)
-    if found:
-        fail(f"{path} would be refused:\n  " + "\n  ".join(found), status=2)
-    _require_ports(config.get("http_options") or {})
+    config = _checked(path, title)
     _free_pushes(config)  # Of a server that was killed.
     leaving = Leaving()
 
@@ -117,6 +110,19 @@ def serve_file(path: Path, title: str, dashboard: bool, drain_seconds: float) ->
         end_without(ray)
     if not leaving.requested.is_set():
         raise typer.Exit(1)
+
+
+def _checked(path: Path, title: str) -> dict[str, Any]:
+    """The file's config, with the environment exported; typer.Exit if it cannot be served."""
+    if not path.is_file():
+        fail(f"{path} is not a file: name a Serve config, or a model", status=2)
+    config = read_config(path)
+    export_throughput_mode()
+    found = config_faults(config)
+    if found:
+        fail(f"{title} would be refused:\n  " + "\n  ".join(found), status=2)
+    _require_ports(config.get("http_options") or {})
+    return config
 
 
 def _free_pushes(config: Mapping[str, Any]) -> None:
