@@ -50,6 +50,7 @@ _REPLY_SECONDS = 10.0
 _ENDING_SECONDS = 120.0
 _TICK_SECONDS = 0.1
 _BEGAN = time.monotonic()
+_NO_TLS = "serves no TLS: remove it, and put a proxy that does before this server"
 _LOGS = "See /tmp/ray/session_latest/logs; start the command again"
 
 
@@ -121,7 +122,11 @@ def _checked(path: Path, title: str) -> dict[str, Any]:
     found = config_faults(config)
     if found:
         fail(f"{title} would be refused:\n  " + "\n  ".join(found), status=2)
-    _require_ports(config.get("http_options") or {})
+    http = config.get("http_options") or {}
+    encrypted = [key for key in http if key.startswith("ssl_") and http[key]]
+    if encrypted and front_ports() is not None:
+        fail(f"http_options.{encrypted[0]}: HAProxy, the HTTP front here, {_NO_TLS}", status=2)
+    _require_ports(http)
     return config
 
 
@@ -327,7 +332,7 @@ def _print_table(rows: dict[str, str]) -> None:
 def _fetch_info(url: str, leaving: Event) -> dict[str, Any]:
     """GET /info, once the HTTP front is up; {} if the user ends the command."""
     deadline = time.monotonic() + _FRONT_SECONDS
-    reason = ""
+    reason, last = "", "no connection"
     while time.monotonic() < deadline:
         try:
             with urllib.request.urlopen(f"{url}/info", timeout=5) as answer:
@@ -336,7 +341,7 @@ def _fetch_info(url: str, leaving: Event) -> dict[str, Any]:
         except urllib.error.HTTPError as error:
             if error.code == HTTPStatus.UNAUTHORIZED:
                 return {}
-            said = _refusal(error)
+            said, last = _refusal(error), f"HTTP {error.code}"
             if said and said != reason:
                 reason = said
                 _log(f"not ready: {reason}")
@@ -344,7 +349,7 @@ def _fetch_info(url: str, leaving: Event) -> dict[str, Any]:
             pass
         if leaving.wait(_POLL_SECONDS):
             return {}
-    fail(f"the app runs, but {url}/info does not answer: {reason or 'no connection'}")
+    fail(f"the app runs, but {url}/info does not answer: {reason or last}")
 
 
 def _refusal(error: urllib.error.HTTPError) -> str:

@@ -108,6 +108,19 @@ def test_a_start_frees_the_pushes_of_a_server_that_was_killed(
     assert not folder.exists()
 
 
+def test_certificates_that_the_front_would_not_use_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = yaml.safe_load(Path("serve_config.yaml").read_text())
+    config["http_options"] |= {"ssl_keyfile": "key.pem", "ssl_certfile": "certificate.pem"}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    monkeypatch.setattr("deployments.commands.serve.export_throughput_mode", lambda: None)
+    monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "1")
+    with pytest.raises(typer.Exit):
+        serve_file(tmp_path / "config.yaml", "", False, 0.0)
+    assert "http_options.ssl_" in capsys.readouterr().err
+
+
 def test_ending_the_command_ends_the_wait_for_the_front() -> None:
     leaving = threading.Event()
     leaving.set()
