@@ -22,7 +22,7 @@ import yaml
 from rich.console import Console
 
 from configs.adapters import PushConfig
-from configs.env import export_throughput_mode, front_ports, proxy_mode
+from configs.env import export_throughput_mode, front_limits, front_ports, proxy_mode
 from configs.serve import ServeConfig
 from deployments.commands.check_config import applications, config_faults, engines, read_config
 from deployments.commands.cluster import (
@@ -119,6 +119,11 @@ def _checked(path: Path, title: str) -> dict[str, Any]:
         fail(f"{path} is not a file: name a Serve config, or a model", status=2)
     config = read_config(path)
     export_throughput_mode()
+    try:
+        front_limits()
+        front_ports()  # Serve's import would fail by it.
+    except ValueError as error:
+        fail(str(error), status=2)
     found = config_faults(config)
     if found:
         fail(f"{title} would be refused:\n  " + "\n  ".join(found), status=2)

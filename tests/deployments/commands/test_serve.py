@@ -121,6 +121,28 @@ def test_certificates_that_the_front_would_not_use_are_refused(
     assert "http_options.ssl_" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("value", ["soon", "-1", "inf"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "LORAY_FRONT_HEADER_TIMEOUT_S",
+        "LORAY_FRONT_CONNECTIONS_PER_ADDRESS",
+        "RAY_SERVE_HAPROXY_STATS_PORT",
+    ],
+)
+def test_variables_that_are_no_number_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, value: str
+) -> None:
+    monkeypatch.setattr("deployments.commands.serve.export_throughput_mode", lambda: None)
+    monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "1")
+    monkeypatch.setenv(name, value)
+    with pytest.raises(typer.Exit):
+        serve_file(Path("serve_config.yaml"), "", False, 0.0)
+    said = capsys.readouterr().err
+    assert f"the environment variable {name} must be" in said
+    assert said.endswith(f"Given: {value}\n")
+
+
 def test_ending_the_command_ends_the_wait_for_the_front() -> None:
     leaving = threading.Event()
     leaving.set()
