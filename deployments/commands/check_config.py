@@ -99,13 +99,17 @@ def config_faults(config: Mapping[str, Any]) -> list[str]:
 
 
 def pin_faults(config: Mapping[str, Any]) -> list[str]:
-    """Pins and names of what is missing under the local roots; a server starts without them."""
+    """Pins, names and catalogues that are missing here; a server starts without them."""
     found = []
     for where, app in applications(config):
         for driver, arguments in bases(app).items():
             adapters = part(arguments, AdaptersConfig, "adapters")
             if adapters is None:
                 continue
+            place = None if adapters.catalogue is None else adapters.catalogue.location
+            if place and not place.startswith("s3://") and not Path(place).exists():
+                fault = f"{place} is neither a folder nor a file"
+                found.append(f"{where}: args.engine.adapters.catalogue.location: {fault}")
             user = _user_config(app, driver)
             pins, names = user.get("pinned_adapters"), user.get("names")
             wanted = {

@@ -189,6 +189,9 @@ BAD: dict[str, tuple[Edit, list[str]]] = {
     "a preload that is not there": (
         adapters(preload=["pirate", "nope"]), ["engine.adapters.preload: adapter 'nope'"]
     ),
+    "a catalogue that is not there": (
+        adapters(catalogue={"location": "/no/such"}), ["catalogue.location: /no/such is neither"]
+    ),
     "a name of what is not there": (
         user({"names": {"x": "nope"}}), ["user_config.names: adapter 'nope'"]
     ),
