@@ -106,9 +106,9 @@ def pin_faults(config: Mapping[str, Any]) -> list[str]:
             adapters = part(arguments, AdaptersConfig, "adapters")
             if adapters is None:
                 continue
-            place = None if adapters.catalogue is None else adapters.catalogue.location
-            if place and not place.startswith("s3://") and not Path(place).exists():
-                fault = f"{place} is neither a folder nor a file"
+            location = None if adapters.catalogue is None else adapters.catalogue.location
+            if location and not location.startswith("s3://") and not Path(location).exists():
+                fault = f"{location} is neither a folder nor a file"
                 found.append(f"{where}: args.engine.adapters.catalogue.location: {fault}")
             user = _user_config(app, driver)
             pins, names = user.get("pinned_adapters"), user.get("names")
