@@ -44,6 +44,8 @@ def model_fault(model: ModelConfig) -> str | None:
     folder = local_folder(model)
     if folder is None:
         return None
+    if model.revision is not None:
+        return f"engine.model.revision: {folder} is a folder, which has no revisions: remove it"
     if not has_tokenizer(folder):
         return f"engine.model.id: {folder} has no tokenizer: save the model's own into it"
     if model.load_format is LoadFormat.DUMMY:
@@ -95,8 +97,12 @@ def _fit_faults(model: ModelConfig, engine: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _heads_faults(model: str, revision: str | None) -> Iterator[str]:
+    heads = ModelConfig(id=model, revision=revision)
+    if revision is not None and local_folder(heads) is not None:
+        yield f"engine.speculation.revision: {model} is a folder, which has none: remove it"
+        return
     try:
-        fetch_model_config(ModelConfig(id=model, revision=revision))
+        fetch_model_config(heads)
     except (ModelNotFound, OSError, ValueError) as error:
         yield f"engine.speculation.model: {error}"
 

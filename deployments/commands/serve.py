@@ -22,7 +22,7 @@ import yaml
 from rich.console import Console
 
 from configs.adapters import PushConfig
-from configs.env import export_throughput_mode, front_limits, front_ports, proxy_mode
+from configs.env import export_throughput_mode, front_limits, front_ports, proxy_mode, secret
 from configs.serve import ServeConfig
 from deployments.commands.check_config import applications, config_faults, engines, read_config
 from deployments.commands.cluster import (
@@ -127,12 +127,35 @@ def _checked(path: Path, title: str) -> dict[str, Any]:
     found = config_faults(config)
     if found:
         fail(f"{title} would be refused:\n  " + "\n  ".join(found), status=2)
+    _require_secrets(config)
     http = config.get("http_options") or {}
     encrypted = [key for key in http if key.startswith("ssl_") and http[key]]
     if encrypted and front_ports() is not None:
         fail(f"http_options.{encrypted[0]}: HAProxy, the HTTP front here, {_NO_TLS}", status=2)
     _require_ports(http)
     return config
+
+
+def _require_secrets(config: Mapping[str, Any]) -> None:
+    """Fail if a key's variable is not set, as replicas have this process's environment."""
+    if _has_environments(config):
+        return
+    for arguments in engines(config):
+        api = ServeConfig.model_validate(arguments).api
+        for key in (*api.keys, *([api.admin_key] if api.admin_key else ())):
+            try:
+                if key.env is not None:
+                    secret(key.env)
+            except ValueError as error:
+                fail(str(error))
+
+
+def _has_environments(config: Mapping[str, Any]) -> bool:
+    """Whether an application or a deployment has an environment of its own."""
+    apps = config["applications"]
+    deployments = [one for app in apps for one in app.get("deployments") or ()]
+    parts = [*apps, *(one.get("ray_actor_options") or {} for one in deployments)]
+    return any(part.get("runtime_env") for part in parts)
 
 
 def _free_pushes(config: Mapping[str, Any]) -> None:
@@ -162,10 +185,7 @@ def _start_ranks_ahead(config: Mapping[str, Any]) -> None:
     """Have processes of ranks import what they need while Serve starts, where they have GPUs."""
     from deployments.rank.waiting import start_ahead
 
-    apps = config["applications"]
-    deployments = [one for app in apps for one in app.get("deployments") or ()]
-    parts = [*apps, *(one.get("ray_actor_options") or {} for one in deployments)]
-    if any(part.get("runtime_env") for part in parts):
+    if _has_environments(config):
         return  # A replica takes processes of its own environment alone.
     for arguments in engines(config):
         base = ServeConfig.model_validate(arguments)

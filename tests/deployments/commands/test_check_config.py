@@ -195,6 +195,14 @@ BAD: dict[str, tuple[Edit, list[str]]] = {
     "a name of what is not there": (
         user({"names": {"x": "nope"}}), ["user_config.names: adapter 'nope'"]
     ),
+    "a revision of a folder": (
+        lambda config: served(config)["args"]["engine"]["model"].update(revision="main"),
+        ["engine.model.revision: ", "which has no revisions"],
+    ),
+    "a revision of a folder of heads": (
+        lambda config: served(config)["args"]["engine"]["speculation"].update(revision="v1"),
+        ["engine.speculation.revision: configs/demo/heads is a folder"],
+    ),
     "heads that are not there": (
         lambda config: served(config)["args"]["engine"]["speculation"].update(model="/no/such"),
         ["engine.speculation.model: model '/no/such'"],

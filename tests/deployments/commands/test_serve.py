@@ -143,6 +143,31 @@ def test_variables_that_are_no_number_are_named(
     assert said.endswith(f"Given: {value}\n")
 
 
+@pytest.mark.parametrize("environment", [False, True])
+def test_a_key_in_a_variable_that_is_not_set_is_named(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    environment: bool,
+) -> None:
+    config = yaml.safe_load(Path("serve_config.yaml").read_text())
+    [application] = config["applications"]
+    application["args"]["api"] = {"admin_key": {"env": "NO_SUCH_VARIABLE"}}
+    if environment:  # It may have the variable.
+        application["runtime_env"] = {"env_vars": {"NO_SUCH_VARIABLE": "key"}}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    monkeypatch.setattr("deployments.commands.serve.export_throughput_mode", lambda: None)
+
+    def leave(http: object) -> None:
+        raise typer.Exit(3)
+
+    monkeypatch.setattr("deployments.commands.serve._require_ports", leave)
+    with pytest.raises(typer.Exit) as ended:
+        serve_file(tmp_path / "config.yaml", "", False, 0.0)
+    assert ended.value.exit_code == (3 if environment else 1)
+    assert ("NO_SUCH_VARIABLE, which is not set" in capsys.readouterr().err) is not environment
+
+
 def test_ending_the_command_ends_the_wait_for_the_front() -> None:
     leaving = threading.Event()
     leaving.set()
