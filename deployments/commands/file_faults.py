@@ -1,6 +1,7 @@
 """Which files that a config names are missing or cannot be served, on this machine."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 from configs.adapters import AdaptersConfig
@@ -27,6 +28,9 @@ def engine_faults(arguments: Any) -> Iterator[str]:
         yield fault
     elif model is not None:
         yield from _fit_faults(model, arguments["engine"])
+    kernels = arguments["engine"].get("kernel_cache") if model is not None else None
+    if isinstance(kernels, str) and not Path(kernels).is_dir():
+        yield f"engine.kernel_cache: {kernels} is no folder: fill one with `loray warm`"
     speculation = part(arguments, SpeculationConfig, "speculation")
     if speculation is not None and speculation.model is not None:
         yield from _heads_faults(speculation.model, speculation.revision)

@@ -203,6 +203,10 @@ BAD: dict[str, tuple[Edit, list[str]]] = {
         lambda config: served(config)["args"]["engine"]["speculation"].update(revision="v1"),
         ["engine.speculation.revision: configs/demo/heads is a folder"],
     ),
+    "kernels that are not there": (
+        lambda config: served(config)["args"]["engine"].update(kernel_cache="/no/such"),
+        ["engine.kernel_cache: /no/such is no folder: fill one with `loray warm`"],
+    ),
     "heads that are not there": (
         lambda config: served(config)["args"]["engine"]["speculation"].update(model="/no/such"),
         ["engine.speculation.model: model '/no/such'"],
