@@ -55,8 +55,8 @@ def demands(
     """
     for app in apps:
         deployments = {one["name"]: one for one in app.get("deployments") or ()}
-        arguments = app.get("args") or {}
-        front = arguments.get("ingress_cpus", ServeConfig.model_fields["ingress_cpus"].default)
+        usual = ServeConfig.model_fields["ingress_cpus"].default
+        front = (app.get("args") or {}).get("ingress_cpus", usual)
         parts = {name: [{"CPU": front}] for name in fronts(app)}
         for name, each in bases(app).items():
             parts[name] = bundles(ServeConfig.model_validate(each))
@@ -90,5 +90,5 @@ def resources(bundles: Iterable[Mapping[str, float]]) -> dict[str, float]:
     found: dict[str, float] = defaultdict(float)
     for bundle in bundles:
         for resource, amount in bundle.items():
-            found[resource] += amount
+            found[resource] += float(amount)  # Serve takes numbers in quotes too.
     return dict(found)

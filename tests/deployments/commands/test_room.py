@@ -28,6 +28,11 @@ def app(*deployments: dict[str, Any], ranks: int = 1, **args: Any) -> dict[str, 
 FITS: dict[str, dict[str, Any]] = {
     "its defaults": app(),
     "all of it": app(rank_cpus=1.0),
+    "numbers in quotes": app(
+        {"name": "Driver", "autoscaling_config": {"min_replicas": "1", "max_replicas": "2"}},
+        rank_cpus="1.0",
+        ingress_cpus="0.5",
+    ),
     "no driver yet": app({"name": "Driver", "autoscaling_config": {"min_replicas": 0}}, ranks=4),
     "an ingress of its own size": app(
         {"name": "Ingress", "num_replicas": 2, "ray_actor_options": {"num_cpus": 0.25}},
