@@ -1,6 +1,6 @@
 """LoRA adapters: their sources, how they are fetched, and the memory that they get."""
 
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import (
     Field,
@@ -12,7 +12,7 @@ from pydantic import (
     model_validator,
 )
 
-from configs.base import Config
+from configs.base import URL, Config
 from configs.lorax_names import ADAPTERS, IDLE_ADAPTERS, ours
 from configs.s3 import S3ServiceConfig
 from configs.wire.adapters import AdapterSource
@@ -77,7 +77,7 @@ class PushConfig(Config):
     max_bytes: of a node's pushed adapters together, versions that still run included.
     """
 
-    folder: str = "/dev/shm/loray-{uid}"
+    folder: str = Field(default="/dev/shm/loray-{uid}", pattern="^/")
     max_bytes: PositiveInt = 4 * 2**30
 
 
@@ -135,7 +135,7 @@ class AdaptersConfig(Config):
 
     enabled: bool = True
     default_source: AdapterSource = AdapterSource.HUB
-    local_roots: tuple[str, ...] = ()
+    local_roots: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     device_pages: PositiveInt | None = None
     memory_fraction: float = Field(default=0.1, gt=0, lt=1)
     max_device_adapters: PositiveInt = 64
@@ -153,7 +153,7 @@ class AdaptersConfig(Config):
     fetch_timeout_s: PositiveFloat = 120.0
     look_timeout_s: PositiveFloat = 2.0
     fetch: FetchConfig = FetchConfig()
-    hub_endpoint: str | None = None
+    hub_endpoint: str | None = Field(default=None, pattern=URL)
     s3: S3Config | None = None
     catalogue: CatalogueConfig | None = None
     push: PushConfig = PushConfig()
@@ -178,12 +178,23 @@ class AdaptersConfig(Config):
         return self
 
     @model_validator(mode="after")
-    def _copies_need_vocabulary(self) -> "AdaptersConfig":
+    def _vocabulary_has_a_use(self) -> "AdaptersConfig":
         if self.vocabulary_copies and not self.adapts_vocabulary:
             raise ValueError(
                 f"adapters.vocabulary_copies ({self.vocabulary_copies}) needs adapters.vocabulary: "
                 "set it to true"
             )
+        if self.vocabulary_pages is not None and not self.adapts_vocabulary:
+            raise ValueError(
+                f"adapters.vocabulary_pages ({self.vocabulary_pages}) is for adapters.vocabulary, "
+                "which is false: remove one of them"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _default_source_is_set_up(self) -> "AdaptersConfig":
+        if self.default_source is AdapterSource.S3 and self.s3 is None:
+            raise ValueError("adapters.default_source is s3: set adapters.s3.roots")
         return self
 
     @property

@@ -1,5 +1,6 @@
 """The HTTP interface: API keys, their quotas, cross-origin rules, limits of a request's size."""
 
+import re
 import string
 from enum import StrEnum
 
@@ -117,8 +118,25 @@ class ApiConfig(Config):
         return self
 
     @model_validator(mode="after")
-    def _names_differ(self) -> "ApiConfig":
+    def _keys_differ(self) -> "ApiConfig":
         names = [key.name for key in self.keys]
         if len(set(names)) < len(names):
             raise ValueError("two keys have the same name")
+        secrets = [*self.keys, *([self.admin_key] if self.admin_key else [])]
+        for kind in ("sha256", "env"):
+            given = [found for each in secrets if (found := getattr(each, kind)) is not None]
+            for secret in given:
+                if given.count(secret) > 1:
+                    raise ValueError(f"two keys are one: both have {kind} {secret}")
         return self
+
+    @field_validator("cors_allow_origin")
+    @classmethod
+    def _are_origins(cls, given: tuple[str, ...]) -> tuple[str, ...]:
+        for origin in given:
+            if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+|null", origin):
+                raise ValueError(
+                    f"`{origin}` is no origin as browsers send it: https://example.com, without "
+                    "a path or a slash at its end"
+                )
+        return given

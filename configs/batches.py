@@ -1,6 +1,6 @@
 """Files and batches: where they are kept, and their bounds."""
 
-from pydantic import Field, PositiveInt
+from pydantic import PositiveInt, field_validator, model_validator
 
 from configs.base import Config
 
@@ -18,7 +18,7 @@ class BatchesConfig(Config):
     keep_days: after which files and batches are deleted.
     """
 
-    storage: str | None = Field(default=None, pattern=r"^(/|s3://)")
+    storage: str | None = None
     max_file_bytes: PositiveInt = 100 * 2**20
     max_lines: PositiveInt = 50_000
     max_files: PositiveInt = 1000
@@ -26,3 +26,16 @@ class BatchesConfig(Config):
     max_open: PositiveInt = 16
     max_running: PositiveInt = 64
     keep_days: PositiveInt = 30
+
+    @field_validator("storage")
+    @classmethod
+    def _is_a_place(cls, given: str | None) -> str | None:
+        if given is not None and not given.startswith(("/", "s3://")):
+            raise ValueError(f"`{given}` is no absolute folder and no s3://bucket/prefix")
+        return given
+
+    @model_validator(mode="after")
+    def _bounds_have_a_storage(self) -> "BatchesConfig":
+        if self.storage is None and self.model_fields_set - {"storage"}:
+            raise ValueError("without `storage` there are no files and batches: set it")
+        return self

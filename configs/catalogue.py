@@ -2,13 +2,12 @@
 
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any
 
-import yaml
 from pydantic import Field
 
 from configs.base import Config
 from configs.runtime import AdapterShare, RuntimeConfig
+from configs.strict_yaml import load_yaml
 
 FILE_NAME = "catalogue.yaml"
 """The file in a folder or under a prefix that has the pins and shares of its adapters."""
@@ -41,8 +40,8 @@ def parse_catalogue(text: str) -> Mapping[str, CatalogueEntry]:
     kept.
     """
     try:
-        content: Any = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except (yaml.YAMLError, RecursionError) as error:
+        content = load_yaml(text)
+    except ValueError as error:
         raise ValueError(f"it is not YAML: {error}") from error
     return CatalogueFile.model_validate({} if content is None else content).adapters
 

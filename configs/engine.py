@@ -123,8 +123,14 @@ class LimitsConfig(Config):
         return limits(given, cls.model_fields["max_running"].default)
 
     @model_validator(mode="after")
-    def _cache_holds_a_request(self) -> "LimitsConfig":
+    def _parts_fit_the_whole(self) -> "LimitsConfig":
         total, cache = self.max_total_tokens, self.max_batch_total_tokens
+        prompt = self.max_input_tokens
+        if total is not None and prompt is not None and prompt > total:
+            raise ValueError(
+                f"max_input_tokens ({prompt}) must not be more than max_total_tokens ({total}): "
+                "a request's tokens are its prompt's and those that it generates"
+            )
         if total is not None and cache is not None and total > cache:
             raise ValueError(
                 f"max_total_tokens ({total}) must not be more than max_batch_total_tokens "
@@ -218,6 +224,8 @@ class SpeculationConfig(Config):
 
     @model_validator(mode="after")
     def _heads_have_files(self) -> "SpeculationConfig":
+        if self.revision is not None and self.model is None:
+            raise ValueError(f"revision ({self.revision}) is that of model, which is not set")
         if self.kind.reads_heads != (self.model is not None):
             name = self.kind.value
             raise ValueError(

@@ -1,9 +1,13 @@
 """The environment's variables; no other module reads or writes them."""
 
+import math
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+
+Number = TypeVar("Number", int, float)
 
 _FRONT_FILES = f"/tmp/haproxy-serve-{os.getuid()}"
 
@@ -64,9 +68,22 @@ def front_limits() -> FrontLimits:
     """Read the limits from the environment; ValueError for a value that is no number."""
     share = os.environ.get("LORAY_FRONT_CONNECTIONS_PER_ADDRESS")
     return FrontLimits(
-        float(os.environ.get("LORAY_FRONT_HEADER_TIMEOUT_S", "5")),
-        None if share is None else int(share),
+        _number("LORAY_FRONT_HEADER_TIMEOUT_S", 5.0),
+        None if share is None else _number("LORAY_FRONT_CONNECTIONS_PER_ADDRESS", 0),
     )
+
+
+def _number(name: str, default: Number) -> Number:
+    """A variable of the default's type; ValueError for another one, or one below 0."""
+    given = os.environ.get(name)
+    if given is None:
+        return default
+    with suppress(ValueError):
+        found = type(default)(given)
+        if 0 <= found < math.inf:
+            return found
+    kind = "a whole number" if isinstance(default, int) else "a number"
+    raise ValueError(f"the environment variable {name} must be {kind} from 0 on. Given: {given}")
 
 
 class FrontPorts(NamedTuple):
@@ -78,13 +95,13 @@ class FrontPorts(NamedTuple):
 
 
 def front_ports() -> FrontPorts | None:
-    """The ports in this process's environment; None without HAProxy."""
+    """The ports in this process's environment; None without HAProxy. ValueError for no number."""
     if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") != "1":
         return None
     return FrontPorts(
-        int(os.environ.get("RAY_SERVE_FALLBACK_PROXY_HTTP_PORT", "8500")),
-        int(os.environ.get("RAY_SERVE_HAPROXY_STATS_PORT", "8404")),
-        int(os.environ.get("RAY_SERVE_HAPROXY_METRICS_PORT", "9101")),
+        _number("RAY_SERVE_FALLBACK_PROXY_HTTP_PORT", 8500),
+        _number("RAY_SERVE_HAPROXY_STATS_PORT", 8404),
+        _number("RAY_SERVE_HAPROXY_METRICS_PORT", 9101),
     )
 
 

@@ -44,7 +44,8 @@ def ours(given: Any, renamed: Mapping[str, str], idle: Mapping[str, str]) -> Any
             continue
         own = renamed.get(name, name)
         if own in kept:
-            raise ValueError(f"`{own}` is given twice: LoRAX's name for it is `{name}`")
+            [lorax] = (key for key, ours in renamed.items() if ours == own)
+            raise ValueError(f"`{own}` is given twice: LoRAX's name for it is `{lorax}`")
         kept[own] = value
     return kept
 

@@ -61,6 +61,14 @@ def with_runtime(config: EngineConfig, runtime: RuntimeConfig) -> EngineConfig:
         parse_reference(text, config.adapters.default_source)
     for name in runtime.names:
         parse_reference(name, config.adapters.default_source)
+        if name == config.model.served_name:
+            raise ValueError(f"names.{name}: it is the base model's name, which comes first")
+    most = config.limits.max_step_tokens
+    if (runtime.max_step_tokens or 0) > most:
+        raise ValueError(
+            f"max_step_tokens ({runtime.max_step_tokens}) must not be more than that of "
+            f"engine.limits ({most}), for which memory was measured: raise that one"
+        )
     changes = {name: value for name in _LIMITS if (value := getattr(runtime, name)) is not None}
     limits = config.limits.model_copy(update=changes)
     return EngineConfig.model_validate({**config.model_dump(), "limits": limits.model_dump()})

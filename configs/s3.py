@@ -1,6 +1,8 @@
 """A service with S3's interface."""
 
-from configs.base import Config
+from pydantic import Field
+
+from configs.base import URL, Config
 
 
 class S3ServiceConfig(Config):
@@ -10,5 +12,5 @@ class S3ServiceConfig(Config):
     region: None: as boto3 finds it.
     """
 
-    endpoint_url: str | None = None
+    endpoint_url: str | None = Field(default=None, pattern=URL)
     region: str | None = None

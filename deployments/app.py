@@ -8,13 +8,12 @@ from ray.serve import Application, Deployment
 from ray.serve.config import RequestRouterConfig
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from configs.architectures import encoders
-from configs.architectures.select import load_architecture, padded_reason
-from configs.engine import Device, EngineConfig
+from configs.architectures.select import load_architecture
 from configs.model import ModelConfig
 from configs.observability import LogFormat, ObservabilityConfig
 from configs.serve import BasesConfig, ServeConfig
 from deployments.batch_runner.deployment import BatchesDeployment
+from deployments.bundles import bundles
 from deployments.driver.deployment import DriverDeployment
 from deployments.driver.routing.policy import REPORT_SECONDS, STALE_SECONDS
 from deployments.driver.routing.router import AdapterRouter
@@ -107,27 +106,6 @@ def _logging(config: ObservabilityConfig) -> dict[str, dict[str, str]]:
     return {}
 
 
-def bundles(config: ServeConfig) -> list[dict[str, float]]:
-    """A replica's placement group: the driver's bundle first, then one a rank.
-
-    A padded model has one rank with all GPUs; ValueError for several ranks of it on CPUs,
-    and of an encoder.
-    """
-    engine, on_gpu = config.engine, _on_gpu(config.engine)
-    rank: dict[str, float] = {"CPU": config.rank_cpus}
-    padded = _why_padded(engine) if engine.tensor_parallel > 1 else None
-    if padded is not None:
-        if not on_gpu or padded == encoders.REASON:
-            raise ValueError(
-                f"engine.tensor_parallel ({engine.tensor_parallel}) must be 1 for this model"
-                f"{'' if on_gpu else ' on a CPU'}: {padded}, so it runs whole in one rank"
-            )
-        return [{"CPU": config.driver_cpus}, rank | {"GPU": engine.tensor_parallel}]
-    if on_gpu:
-        rank["GPU"] = 1
-    return [{"CPU": config.driver_cpus}] + [rank] * engine.tensor_parallel
-
-
 def _require_model(model: ModelConfig) -> None:
     """Raise if no node of the cluster has the model, or if its config.json is refused."""
     try:
@@ -153,18 +131,3 @@ def _has_model(model: ModelConfig) -> bool:
     except ModelNotFound:
         return False
     return True
-
-
-def _why_padded(engine: EngineConfig) -> str | None:
-    """Why the model runs padded; None for a paged one, or if its config cannot be read here."""
-    try:
-        folder = fetch_model_config(engine.model)
-    except ModelNotFound:
-        return None  # It may be on the ranks' nodes alone; they refuse what they cannot cut.
-    return padded_reason(load_architecture(folder))
-
-
-def _on_gpu(engine: EngineConfig) -> bool:
-    if engine.device is Device.AUTO:
-        return bool(ray.cluster_resources().get("GPU", 0) > 0)
-    return engine.device is Device.CUDA

@@ -5,6 +5,7 @@ import os
 import socket
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import combinations
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,24 +26,32 @@ class Port(NamedTuple):
 
 
 def conflicts(ports: Sequence[Port]) -> list[str]:
-    """A sentence for each port that is taken, with its process and the setting to change."""
-    return [
-        f"port {port.number} is in use{_by(port.number)}: end that, or set {port.setting}"
-        for port in ports
-        if _is_taken(port)
-    ]
+    """A sentence for each port that cannot be bound, with what to change."""
+    found = dict.fromkeys(_fault(port) for port in ports)
+    for first, second in combinations(ports, 2):
+        if first.number == second.number and first.number:
+            found[
+                f"port {first.number} would be bound twice: change {first.setting} or "
+                f"{second.setting}"
+            ] = None
+    return [fault for fault in found if fault]
 
 
-def _is_taken(port: Port) -> bool:
-    """Whether a server that sets SO_REUSEADDR, as all do, could not listen there."""
+def _fault(port: Port) -> str:
+    """Why a server that sets SO_REUSEADDR, as all do, could not listen there; "" if it could."""
     family = socket.AF_INET6 if ":" in port.host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((port.host, port.number))
         except OSError as error:
-            return error.errno == errno.EADDRINUSE
-    return False
+            if error.errno == errno.EADDRINUSE:
+                by = _by(port.number)
+                return f"port {port.number} is in use{by}: end that, or set {port.setting}"
+            if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+                return f"{port.host} is no address of this machine: set http_options.host"
+            return f"port {port.number} cannot be bound ({error.strerror}): set {port.setting}"
+    return ""
 
 
 def _by(number: int) -> str:

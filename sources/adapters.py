@@ -1,5 +1,8 @@
 """Find an adapter's files at its source and fetch them to this node."""
 
+import errno
+import logging
+import os
 import time
 from dataclasses import replace
 from functools import partial
@@ -29,6 +32,11 @@ from sources.local import LocalSource, origin_of
 from sources.pushed import PushedFiles, PushedSource, is_pushed
 from sources.retry import RetryPolicy
 from sources.s3 import S3Source
+
+logger = logging.getLogger("loray.sources")
+
+_CACHE_ERRORS = frozenset({errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST})
+"""Why a folder of downloads cannot be used."""
 
 _DOWNLOAD_FACTOR = 10
 """A download may last this many times fetch_timeout_s, the longest wait of one request for it."""
@@ -95,6 +103,11 @@ class AdapterSources:
             else:
                 folder = self.cache.hold(found.origin) or self._download(found, token, payer)
         except OSError as error:
+            if error.errno in _CACHE_ERRORS:
+                logger.warning("downloads cannot be kept: %s", error)
+                reason = f"{os.strerror(error.errno)} (adapters.fetch.cache_dir)"
+                message = f"adapter {name!r} cannot be kept on the server: {reason}"
+                refuse(AdapterRefusal.UNAVAILABLE, message, error)
             _refuse_unreadable(name, error)
         try:
             return replace(self._inspected(folder, found), held=found.origin)

@@ -1,5 +1,6 @@
 """Adapters in folders of this node, under the configured roots only."""
 
+import os
 import posixpath
 import time
 from pathlib import Path
@@ -30,7 +31,7 @@ class LocalSource:
     @property
     def _roots(self) -> list[Path]:
         """The roots without links. Tools that copy folders to a node move a link to the new one."""
-        return [root.resolve() for root in self._given]
+        return [_resolved(root) for root in self._given]
 
     def resolve(self, reference: AdapterReference) -> FoundAdapter:
         """Return the folder that the reference names, after a check of its size.
@@ -42,7 +43,7 @@ class LocalSource:
             name = f"{name}@{reference.revision}"
         root, folder = self._find(name)
         files = fingerprint(folder)
-        if not all((folder / file).resolve().is_relative_to(root) for file, _, _ in files):
+        if not all(_resolved(folder / file).is_relative_to(root) for file, _, _ in files):
             refuse(
                 AdapterRefusal.FORBIDDEN,
                 f"adapter {name!r} has a link to a file outside the server's local adapter roots",
@@ -55,7 +56,7 @@ class LocalSource:
         """Return the reference of a folder under the roots; None for any other path."""
         if "\0" in folder:
             return None
-        path = Path(folder).resolve()
+        path = _resolved(Path(folder))
         for root in self._roots:
             if path != root and path.is_relative_to(root):
                 return AdapterReference(AdapterSource.LOCAL, path.relative_to(root).as_posix())
@@ -72,7 +73,7 @@ class LocalSource:
         plain = "\0" not in name and posixpath.normpath(name) == name
         plain = plain and ".." not in name.split("/")
         for root in self._roots if plain and len(name) <= _LONGEST_ID else ():
-            folder = (root / name).resolve()
+            folder = _resolved(root / name)
             if folder.is_relative_to(root) and (folder / CONFIG_NAME).is_file():
                 return root, folder
         refuse(
@@ -93,8 +94,16 @@ def origin_of(folder: Path, files: Fingerprint) -> str:
     return f"local:{folder}:{files}{now if is_young else ''}"
 
 
+def _resolved(path: Path) -> Path:
+    """The path without links; of links that lead to each other some path that does not exist.
+
+    Path.resolve raises RuntimeError for those, before Python 3.13.
+    """
+    return Path(os.path.realpath(path))
+
+
 def _find_root(root: str) -> Path:
-    for folder in (Path(root), PACKAGE_ROOT / root):
+    for folder in (Path(os.path.expanduser(root)), PACKAGE_ROOT / root):
         if folder.is_dir():
             return folder.absolute()
     raise ValueError(

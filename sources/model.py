@@ -1,10 +1,12 @@
 """Find the base model's files in a folder on this node, or fetch them from the hub or from S3."""
 
+import os
 from pathlib import Path
 
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
 from configs.model import ModelConfig
+from sources.base import CONFIG_NAME as ADAPTER_CONFIG
 from sources.base import PACKAGE_ROOT, HTTPError
 from sources.s3_model import SCHEME, S3Model
 
@@ -72,7 +74,7 @@ def _is_in_s3(config: ModelConfig) -> bool:
 
 def local_folder(config: ModelConfig) -> Path | None:
     """Return the folder that the base model's id names on this node, if it is one."""
-    for folder in (Path(config.id), PACKAGE_ROOT / config.id):
+    for folder in (Path(os.path.expanduser(config.id)), PACKAGE_ROOT / config.id):
         if (folder / _CONFIG).is_file():
             return folder.resolve()
     return None
@@ -82,6 +84,16 @@ def _not_found(config: ModelConfig, error: Exception) -> ModelNotFound:
     reason = str(error).rstrip(".")
     if _is_in_s3(config):
         return ModelNotFound(f"model {config.id!r} could not be read from s3: {reason}")
+    if (Path(os.path.expanduser(config.id)) / ADAPTER_CONFIG).is_file():
+        return ModelNotFound(
+            f"{config.id!r} is an adapter: give the base model that its {ADAPTER_CONFIG} names "
+            "(base_model_name_or_path), and the folder that it lies in as the adapters'"
+        )
+    if isinstance(error, HFValidationError):
+        return ModelNotFound(
+            f"model {config.id!r} is neither a folder with a config.json here nor a hub id: give "
+            "the one or the other"
+        )
     return ModelNotFound(
         f"model {config.id!r} is not a folder with a config.json and could not be downloaded "
         f"from the hub: {reason}. Give a folder's path, or a hub id that this machine can reach"

@@ -6,6 +6,7 @@ only which positions to compute. The token that step n samples is written to tha
 plan of step n + 1 can name it by position before its value is known on the host.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 
 import msgspec
@@ -193,6 +194,12 @@ class Capacity(msgspec.Struct, frozen=True):
     def least_blocks(self, tokens: int) -> int:
         """The blocks without which a sequence of so many tokens cannot be computed."""
         return sum(group.most_held(tokens) for group in self.groups)
+
+    @property
+    def longest_sequence(self) -> int:
+        """The most tokens of a sequence that the model takes, and the cache holds alone."""
+        lengths = range(self.max_total_tokens + 1)
+        return bisect_right(lengths, self.num_blocks, key=self.least_blocks) - 1
 
     @property
     def pages(self) -> tuple[int, ...]:

@@ -73,7 +73,8 @@ def _print_row(row: Json) -> None:
     replicas = row["replicas"].values()
     draining = " (until its requests end)" if any(one["draining"] for one in replicas) else ""
     pinned = ", pinned" if row["pinned"] else ""
-    typer.echo(f"{row['id']}: {row['state']}{pinned} on {len(replicas)} replicas{draining}")
+    where = "1 replica" if len(replicas) == 1 else f"{len(replicas)} replicas"
+    typer.echo(f"{row['id']}: {row['state']}{pinned} on {where}{draining}")
 
 
 def _cells(row: Json) -> list[str]:

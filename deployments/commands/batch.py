@@ -12,6 +12,7 @@ from configs.serve import ServeConfig
 from deployments.commands import plain
 from deployments.commands.check_config import config_faults, find_config, read_config
 from deployments.commands.failing import fail
+from deployments.commands.room import Demand, lacks, resources
 from deployments.offline.lines import check_input, custom_id, done_ids
 
 # Few lines at a time: a call of a replica ends with its slowest line, and two calls overlap.
@@ -39,7 +40,11 @@ def run(
     if checked.faults:
         wrong = (f"line {fault.line}: {fault.message}" for fault in checked.faults)
         fail(f"{source} cannot be answered:\n  " + "\n  ".join(wrong), status=2)
-    done = done_ids(target)
+    try:
+        done = done_ids(target)
+        target.open("ab").close()
+    except OSError as error:
+        fail(f"{target} cannot be written: {error.strerror}", status=2)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
                TextColumn("lines"), TimeRemainingColumn())  # fmt: skip
     with Progress(*columns, console=Console(stderr=True)) as progress:
@@ -82,7 +87,7 @@ def _results(
     import ray
     import ray.data
 
-    from deployments.app import bundles
+    from deployments.bundles import bundles
     from deployments.offline.replica import OfflineReplica
 
     ray.init(address or "local", logging_level="warning", include_dashboard=False)
@@ -90,7 +95,11 @@ def _results(
         context = ray.data.DataContext.get_current()
         context.enable_progress_bars = False
         logging.getLogger("ray.data").setLevel(logging.WARNING)
-        _, *rank_bundles = bundles(config)
+        own, *rank_bundles = bundles(config)
+        if address is None:
+            demand = Demand("engines", resources([own, *rank_bundles]), replicas)
+            if found := list(lacks([demand], ray.cluster_resources())):
+                fail("\n  ".join(found))
         calls = max(replicas, -(-total // _LINES_OF_A_CALL))
         lines = ray.data.read_text(str(source.resolve()), override_num_blocks=calls)
         missing = lines.filter(lambda row: custom_id(row["text"]) not in done) if done else lines

@@ -3,15 +3,15 @@
 from pathlib import Path
 
 import typer
-import yaml
-from pydantic import ValidationError
 from rich.console import Console
 from rich.progress import Progress
 
 from configs.architectures.base import ArchitectureError
+from configs.base import faults
 from configs.engine import EngineConfig
 from configs.serve import ServeConfig
 from configs.wire.adapters import AdapterError
+from deployments.commands.check_config import engines, find_config, read_config
 from deployments.commands.failing import fail
 from modeling.runner.adapter_check import (
     AdapterCost,
@@ -60,12 +60,16 @@ def _config(model: str, settings: dict[str, object]) -> EngineConfig:
     """The server's settings: those of its yaml, or defaults for a model's folder or hub id."""
     try:
         if Path(model).suffix in (".yaml", ".yml"):
-            [app] = yaml.safe_load(Path(model).read_text(encoding="utf-8"))["applications"]
-            return ServeConfig.model_validate(app["args"]).engine
+            found = list(engines(read_config(find_config(Path(model)))))
+            if len(found) != 1:
+                fail(
+                    f"--model {model} has {len(found)} base models: name one's folder or hub id", 2
+                )
+            return ServeConfig.model_validate(found[0]).engine
         given = {name: value for name, value in settings.items() if value is not None}
         return EngineConfig.model_validate({"model": {"id": model}, "adapters": given})
-    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError, ValidationError) as error:
-        fail(f"--model {model} cannot be used: {error}", status=2)
+    except ValueError as error:
+        fail(f"--model {model} cannot be used: {'; '.join(faults(error))}", status=2)
 
 
 def _print_verdict(folder: Path, verdict: AdapterVerdict) -> None:

@@ -1,30 +1,25 @@
 """`loray check-config`: finds the faults of a server's yaml without starting anything."""
 
-from collections.abc import Container, Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import typer
-import yaml
 
 from configs.adapters import AdaptersConfig
-from configs.architectures.base import ArchitectureError
-from configs.architectures.select import load_architecture
-from configs.base import Config, faults
-from configs.model import ModelConfig
+from configs.base import faults, similar
 from configs.runtime import RuntimeConfig, with_runtime
 from configs.serve import BasesConfig, ServeConfig
-from configs.wire.adapters import AdapterError, AdapterSource, parse_reference
+from configs.strict_yaml import load_yaml
 from deployments.autoscaling import LoadPolicy
 from deployments.commands.failing import fail
+from deployments.commands.file_faults import engine_faults, missing_adapters, part
 from sources.base import PACKAGE_ROOT
-from sources.local import LocalSource
-from sources.model import ModelNotFound, fetch_model_config
-
-Part = TypeVar("Part", bound=Config)
 
 _POLICY = f"{LoadPolicy.__module__}:{LoadPolicy.__qualname__}"
+_PACKAGE, _PREFIX = "deployments", re.compile(r"/|(/[^/{}]+)+")
 _ONE, _SEVERAL = "deployments.app:build", "deployments.app:build_bases"
 
 
@@ -48,8 +43,8 @@ def find_config(given: Path) -> Path:
 def read_config(path: Path) -> dict[str, Any]:
     """The file's content; typer.Exit 2 if it is no yaml mapping."""
     try:
-        config = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
+        config = load_yaml(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         fail(f"{path} cannot be read as a Serve config: {error}", status=2)
     if not isinstance(config, dict):
         fail(f"{path} is no Serve config: it holds no settings", status=2)
@@ -59,29 +54,30 @@ def read_config(path: Path) -> dict[str, Any]:
 def _inner_config(service: Mapping[str, Any]) -> dict[str, Any]:
     """The Serve config in a manifest of KubeRay's; typer.Exit 2 if there is none."""
     try:
-        config = yaml.safe_load(service["spec"]["serveConfigV2"])
-    except (KeyError, TypeError, AttributeError, yaml.YAMLError) as error:
+        config = load_yaml(service["spec"]["serveConfigV2"])
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         fail(f"spec.serveConfigV2 of the RayService cannot be read: {error}", status=2)
     return config if isinstance(config, dict) else {}
 
 
 def engines(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """The arguments of each base model of LoRay's applications, which must be free of faults."""
-    for _, app in _applications(config):
-        yield from _bases(app).values()
+    for _, app in applications(config):
+        yield from bases(app).values()
 
 
 def config_faults(config: Mapping[str, Any]) -> list[str]:
     """Every fault of Serve's own keys, and of the args and deployments of LoRay's applications."""
     from ray.serve.schema import DeploymentSchema, ServeApplicationSchema, ServeDeploySchema
 
-    found, not_imported = [], ""
+    found, not_imported = list(_shape_faults(config)), ""
     try:
         ServeDeploySchema.model_validate(config)
     except ValueError as error:
-        found = faults(error)
+        found += faults(error)
     except (ImportError, AttributeError) as error:
-        not_imported = str(error)  # It imports policies and routers.
+        # It imports policies and routers, and trips over deployments that are no mappings.
+        not_imported = "" if found and isinstance(error, AttributeError) else str(error)
     http = config.get("http_options")
     port = http.get("port") if isinstance(http, dict) else None
     if isinstance(port, int) and not 0 < port < 65536:
@@ -89,7 +85,7 @@ def config_faults(config: Mapping[str, Any]) -> list[str]:
     # Serve ignores keys that it does not know.
     found += _unknown("", config, ServeDeploySchema.model_fields)
     found += _unknown_inside("", config)
-    for where, app in _applications(config):
+    for where, app in applications(config):
         found += _unknown(f"{where}.", app, ServeApplicationSchema.model_fields)
         for one in _deployments(app):
             inner = f"{where}.deployments.{one.get('name')}."
@@ -99,33 +95,64 @@ def config_faults(config: Mapping[str, Any]) -> list[str]:
         found += [f"{where}: {fault}" for fault in _app_faults(app)]
     if not_imported and not any(not_imported in fault for fault in found):
         found.append(f"it names what cannot be imported: {not_imported}")
-    return found
+    return list(dict.fromkeys(found))
 
 
 def pin_faults(config: Mapping[str, Any]) -> list[str]:
-    """Pinned adapters that are missing under the local roots; a server starts without them."""
+    """Pins, names and catalogues that are missing here; a server starts without them."""
     found = []
-    for where, app in _applications(config):
-        for driver, arguments in _bases(app).items():
-            adapters = _part(arguments, AdaptersConfig, "adapters")
-            pins = _user_config(app, driver).get("pinned_adapters")
-            if adapters is not None and isinstance(pins, list | tuple):
-                for fault in _missing(adapters, pins):
-                    found.append(f"{where}: {driver}.user_config.pinned_adapters: {fault}")
+    for where, app in applications(config):
+        for driver, arguments in bases(app).items():
+            adapters = part(arguments, AdaptersConfig, "adapters")
+            if adapters is None:
+                continue
+            location = None if adapters.catalogue is None else adapters.catalogue.location
+            if location and not location.startswith("s3://") and not Path(location).exists():
+                fault = f"{location} is neither a folder nor a file"
+                found.append(f"{where}: args.engine.adapters.catalogue.location: {fault}")
+            user = _user_config(app, driver)
+            pins, names = user.get("pinned_adapters"), user.get("names")
+            wanted = {
+                "pinned_adapters": pins if isinstance(pins, list) else (),
+                "names": names.values() if isinstance(names, dict) else (),
+            }
+            for key, texts in wanted.items():
+                for fault in missing_adapters(adapters, texts):
+                    found.append(f"{where}: {driver}.user_config.{key}: {fault}")
     return found
 
 
-def model_fault(model: ModelConfig) -> str | None:
-    """Why the base model cannot be served, by its config.json; None if it can."""
-    try:
-        load_architecture(fetch_model_config(model))
-    except (ModelNotFound, ArchitectureError, OSError, ValueError) as error:
-        return f"engine.model.id: {error}"
-    return None
+def _shape_faults(config: Mapping[str, Any]) -> Iterator[str]:
+    """What Serve's schema takes, and a start does not."""
+    if config.get("proxy_location") == "Disabled":
+        yield "proxy_location: Disabled means no HTTP, by which LoRay is called: EveryNode"
+    apps = config.get("applications")
+    if not isinstance(apps, list):
+        return  # Serve's schema says so.
+    if not any(applications(config)):
+        yield f"applications: none has LoRay's import_path, {_ONE} or {_SEVERAL}"
+    for number, app in enumerate(app for app in apps if isinstance(app, dict)):
+        where = f"applications.{app.get('name', number)}"
+        path, prefix = app.get("import_path"), app.get("route_prefix", "/")
+        if str(path).startswith(_PACKAGE) and path not in (_ONE, _SEVERAL):
+            yield f"{where}.import_path: {path} is not {_ONE} and not {_SEVERAL}"
+        if prefix is None or (isinstance(prefix, str) and not _PREFIX.fullmatch(prefix)):
+            yield f"{where}.route_prefix: {prefix or 'null'} must be / or begin with /, not end so"
+        given = app.get("deployments")
+        for one in given if isinstance(given, list) else ():
+            if not isinstance(one, dict):
+                yield f"{where}.deployments: {one!r} must be a mapping: {{name: {one}}}"
+        names = [one.get("name") for one in _deployments(app)]
+        for name in sorted({str(name) for name in names if names.count(name) > 1}):
+            yield f"{where}.deployments: {name} is there twice"
 
 
-def _unknown(where: str, given: Mapping[str, Any], known: Container[str]) -> list[str]:
-    return [f"{where}{key}: Serve knows no such key" for key in given if key not in known]
+def _unknown(where: str, given: Mapping[str, Any], known: Iterable[str]) -> list[str]:
+    return [
+        f"{where}{key}: there is no such key{similar(str(key), known)}"
+        for key in given
+        if key not in known
+    ]
 
 
 def _unknown_inside(where: str, given: Mapping[str, Any]) -> Iterator[str]:
@@ -163,7 +190,7 @@ def _scaling_faults(deployment: Mapping[str, Any]) -> list[str]:
     return []
 
 
-def _applications(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def applications(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """LoRay's own applications, each with its path in the yaml."""
     apps = config.get("applications")
     for number, app in enumerate(apps if isinstance(apps, list) else ()):
@@ -173,23 +200,23 @@ def _applications(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str,
 
 def _app_faults(app: Mapping[str, Any]) -> Iterator[str]:
     kind = BasesConfig if app["import_path"] == _SEVERAL else ServeConfig
+    arguments = app.get("args") or {}
+    if not isinstance(arguments, dict):
+        return  # Serve's schema says so.
     try:
-        kind.model_validate(app.get("args") or {})
+        kind.model_validate(arguments)
     except ValueError as error:
-        yield from (f"args.{fault}" for fault in faults(error))
-    bases = _bases(app)
-    for arguments in bases.values():
-        model = _part(arguments, ModelConfig, "model")
-        fault = None if model is None else model_fault(model)
-        if fault is not None:
-            yield f"args.{fault}"
-    known = [*bases, "Ingress"]
+        yield from (f"args.{fault}" for fault in faults(error, kind))
+    drivers = bases(app)
+    for each in drivers.values():
+        yield from (f"args.{fault}" for fault in engine_faults(each))
+    known = [*drivers, *fronts(app)]
     for one in _deployments(app):
         if one.get("name") not in known:
             yield f"deployments: there is no {one.get('name')!r}, only {' and '.join(known)}"
-        elif one["name"] == "Ingress" and one.get("user_config"):
+        elif one["name"] not in drivers and one.get("user_config"):
             yield f"deployments.{one['name']}: user_config belongs to the Driver"
-    for driver, arguments in bases.items():
+    for driver, arguments in drivers.items():
         yield from _user_faults(driver, _user_config(app, driver), arguments)
 
 
@@ -198,7 +225,7 @@ def _user_faults(driver: str, given: Mapping[str, Any], arguments: Any) -> Itera
     try:
         runtime = RuntimeConfig.model_validate(given)
     except ValueError as error:
-        yield from (f"{driver}.user_config.{fault}" for fault in faults(error))
+        yield from (f"{driver}.user_config.{fault}" for fault in faults(error, RuntimeConfig))
         return
     with suppress(ValueError):  # The engine's own faults are in the list already.
         engine = ServeConfig.model_validate(arguments).engine
@@ -208,21 +235,20 @@ def _user_faults(driver: str, given: Mapping[str, Any], arguments: Any) -> Itera
             yield from (f"{driver}.user_config.{fault}" for fault in faults(error))
 
 
-def _bases(app: Mapping[str, Any]) -> dict[str, Any]:
+def fronts(app: Mapping[str, Any]) -> list[str]:
+    """The names of the deployments that are no driver."""
+    batches = (app.get("args") or {}).get("batches")
+    stored = isinstance(batches, dict) and batches.get("storage")
+    return ["Ingress", "Batches"] if stored else ["Ingress"]
+
+
+def bases(app: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of each base model, by the name of its deployment."""
     arguments = app.get("args") or {}
     if app["import_path"] == _ONE:
         return {"Driver": arguments}
     models = arguments.get("models") if isinstance(arguments, dict) else None
     return {f"Driver-{name}": each for name, each in (models or {}).items()}
-
-
-def _part(arguments: Any, kind: type[Part], name: str) -> Part | None:
-    """One part of the engine's settings, whatever the others are; None if it is not valid."""
-    try:
-        return kind.model_validate(arguments["engine"].get(name) or {})
-    except (KeyError, TypeError, AttributeError, ValueError):
-        return None
 
 
 def _deployments(app: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -237,13 +263,3 @@ def _user_config(app: Mapping[str, Any], driver: str) -> dict[str, Any]:
             found: dict[str, Any] = one["user_config"]
             return found
     return {}
-
-
-def _missing(adapters: AdaptersConfig, pins: Iterable[Any]) -> Iterator[str]:
-    for text in pins:
-        try:
-            reference = parse_reference(str(text), adapters.default_source)
-            if reference.source is AdapterSource.LOCAL:
-                LocalSource(adapters.local_roots, adapters.max_file_bytes).resolve(reference)
-        except (AdapterError, ValueError, OSError) as error:
-            yield str(error)

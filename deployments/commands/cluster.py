@@ -13,6 +13,7 @@ import typer
 
 _SERVERS = ("gcs_server", "raylet")
 _SHUTDOWN_SECONDS = 10.0
+_TICK_SECONDS = 0.2
 
 
 class ClusterLost(Exception):
@@ -54,6 +55,29 @@ def require_alive(servers: Mapping[int, str]) -> None:
         now, state, _ = _status(process)
         if now != name or state == "Z":
             raise ClusterLost(f"its {name} (process {process}) is gone")
+
+
+def exit_if_lost(servers: Mapping[int, str]) -> threading.Event:
+    """Exit with code 1 once one of these processes has ended, until the event is set.
+
+    In a thread: Ray blocks for a minute where it asks a server that is gone.
+    """
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(_TICK_SECONDS):
+            try:
+                require_alive(servers)
+            except ClusterLost as lost:
+                typer.echo(
+                    f"loray: {lost}, before its requests and Serve have ended. Send signals to "
+                    f"process {os.getpid()} alone (systemd: KillMode=mixed)",
+                    err=True,
+                )
+                os._exit(1)  # What Ray started here ends with this process.
+
+    threading.Thread(target=watch, daemon=True).start()
+    return ended
 
 
 def end_without(ray: Any) -> None:

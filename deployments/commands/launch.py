@@ -26,6 +26,7 @@ def launch(
     if is_file and not options:
         path = find_config(Path(model))
         if print_only:
+            read_config(path)  # typer.Exit for a file that is none.
             typer.echo(path.read_text(encoding="utf-8"), nl=False)
         else:
             serve.serve_file(path, model, dashboard, drain_seconds)

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from configs.base import faults
 from configs.serve import ServeConfig
+from configs.strict_yaml import load_yaml
 from deployments.commands.failing import fail
 from sources.model import ModelNotFound, fetch_model
 
@@ -42,7 +42,10 @@ def plain_config(options: Options) -> dict[str, Any]:
     try:
         ServeConfig.model_validate(args)
     except ValidationError as error:
-        fail("these settings cannot be served:\n  " + "\n  ".join(faults(error)), status=2)
+        fail(
+            "these settings cannot be served:\n  " + "\n  ".join(faults(error, ServeConfig)),
+            status=2,
+        )
     return {
         "proxy_location": "EveryNode",
         "http_options": {"host": options.host, "port": options.port},
@@ -105,6 +108,6 @@ def _set(args: dict[str, Any], setting: str) -> None:
         if not isinstance(inner, dict):
             fail(f"--set {setting}: {name} holds a value, not settings", status=2)
     try:
-        inner[last] = yaml.safe_load(value)
-    except yaml.YAMLError as error:
+        inner[last] = load_yaml(value)
+    except ValueError as error:
         fail(f"--set {setting}: {error}", status=2)

@@ -22,29 +22,35 @@ import yaml
 from rich.console import Console
 
 from configs.adapters import PushConfig
-from configs.env import export_throughput_mode, front_ports, proxy_mode
+from configs.env import export_throughput_mode, front_limits, front_ports, proxy_mode, secret
 from configs.serve import ServeConfig
-from deployments.commands.check_config import config_faults, engines, read_config
+from deployments.commands.check_config import applications, config_faults, engines, read_config
 from deployments.commands.cluster import (
     ClusterLost,
     Leaving,
     end_without,
+    exit_if_lost,
     give_up_after,
     ray_servers,
     require_alive,
 )
 from deployments.commands.failing import fail
+from deployments.commands.room import demands, lacks
 from deployments.commands.start_lines import StartLines
 from deployments.ports import Port, conflicts
 from sources.pushed import PushedFiles
 
 _POLL_SECONDS = 0.5
-_READY_SECONDS = 900.0
+_READY_SECONDS = 300.0
+"""How long a start may take beside that of the ranks."""
+
+_PORT_SECONDS = 10.0
 _FRONT_SECONDS = 300.0
 _REPLY_SECONDS = 10.0
 _ENDING_SECONDS = 120.0
 _TICK_SECONDS = 0.1
 _BEGAN = time.monotonic()
+_NO_TLS = "serves no TLS: remove it, and put a proxy that does before this server"
 _LOGS = "See /tmp/ray/session_latest/logs; start the command again"
 
 
@@ -62,41 +68,42 @@ def serve_file(path: Path, title: str, dashboard: bool, drain_seconds: float) ->
     drain_seconds: how long running requests may continue after SIGTERM. typer.Exit 1 if the app
     does not start, or if the cluster ends by itself.
     """
-    if not path.is_file():
-        fail(f"{path} is not a file: name a Serve config, or a model", status=2)
-    config = read_config(path)
-    export_throughput_mode()
-    found = config_faults(config)
-    if found:
-        fail(f"{path} would be refused:\n  " + "\n  ".join(found), status=2)
-    _require_ports(config.get("http_options") or {})
+    config = _checked(path, title)
+    _free_pushes(config)  # Of a server that was killed.
     leaving = Leaving()
 
     import ray  # Ray reads the environment when it is imported, so not before the export.
     from ray import serve
 
     _log("starting Ray")
-    # A cluster of its own: this command must not end another that runs here.
-    context = ray.init(
-        "local", namespace="serve", include_dashboard=dashboard, logging_level="warning"
-    )
+    try:
+        # A cluster of its own: this command must not end another that runs here.
+        context = ray.init(
+            "local", namespace="serve", include_dashboard=dashboard, logging_level="warning"
+        )
+    except SystemExit:
+        return  # By a signal: Ray has its own handlers while it starts, and ends what it began.
     leaving.listen()  # Ray has replaced the handlers by its own, which print a native stack.
     servers = ray_servers()
     address = context.address_info["gcs_address"]
     page = f"http://{context.dashboard_url}" if context.dashboard_url else "off"
     try:
-        _log(f"deploying {title}")
-        _start_ranks_ahead(config)
-        _deploy(path, address)
         names = []
         lines = StartLines(Path(context.address_info["session_dir"]) / "logs")
-        if _wait_until_running(serve, leaving.requested, servers, lines):
-            _announce(config, page, address, leaving.requested)
-            while not leaving.requested.wait(_POLL_SECONDS):
-                require_alive(servers)
-            names = [app.get("name", "default") for app in config["applications"]]
+        if not leaving.requested.is_set():
+            _log(f"deploying {title}")
+            _require_room(config, ray.cluster_resources())
+            _start_ranks_ahead(config)
+            _deploy(path, address)
+            if _wait_until_running(serve, config, leaving.requested, servers, lines):
+                _announce(config, page, address, leaving.requested)
+                while not leaving.requested.wait(_POLL_SECONDS):
+                    require_alive(servers)
+                names = [app.get("name", "default") for app in config["applications"]]
         give_up_after(_ENDING_SECONDS + (0.0 if leaving.hurried.is_set() else drain_seconds))
+        ended = exit_if_lost(servers)
         asyncio.run(_leave(serve, names, drain_seconds, leaving.hurried))
+        ended.set()
         ray.shutdown()
         _free_pushes(config)
     except ClusterLost as lost:
@@ -106,8 +113,53 @@ def serve_file(path: Path, title: str, dashboard: bool, drain_seconds: float) ->
         raise typer.Exit(1)
 
 
+def _checked(path: Path, title: str) -> dict[str, Any]:
+    """The file's config, with the environment exported; typer.Exit if it cannot be served."""
+    if not path.is_file():
+        fail(f"{path} is not a file: name a Serve config, or a model", status=2)
+    config = read_config(path)
+    export_throughput_mode()
+    try:
+        front_limits()
+        front_ports()  # Serve's import would fail by it.
+    except ValueError as error:
+        fail(str(error), status=2)
+    found = config_faults(config)
+    if found:
+        fail(f"{title} would be refused:\n  " + "\n  ".join(found), status=2)
+    _require_secrets(config)
+    http = config.get("http_options") or {}
+    encrypted = [key for key in http if key.startswith("ssl_") and http[key]]
+    if encrypted and front_ports() is not None:
+        fail(f"http_options.{encrypted[0]}: HAProxy, the HTTP front here, {_NO_TLS}", status=2)
+    _require_ports(http)
+    return config
+
+
+def _require_secrets(config: Mapping[str, Any]) -> None:
+    """Fail if a key's variable is not set, as replicas have this process's environment."""
+    if _has_environments(config):
+        return
+    for arguments in engines(config):
+        api = ServeConfig.model_validate(arguments).api
+        for key in (*api.keys, *([api.admin_key] if api.admin_key else ())):
+            try:
+                if key.env is not None:
+                    secret(key.env)
+            except ValueError as error:
+                fail(str(error))
+
+
+def _has_environments(config: Mapping[str, Any]) -> bool:
+    """Whether an application or a deployment has an environment of its own."""
+    apps = config["applications"]
+    deployments = [one for app in apps for one in app.get("deployments") or ()]
+    parts = [*apps, *(one.get("ray_actor_options") or {} for one in deployments)]
+    return any(part.get("runtime_env") for part in parts)
+
+
 def _free_pushes(config: Mapping[str, Any]) -> None:
-    """Free the memory of pushed adapters; no process of this cluster holds them any more."""
+    """Free the memory of pushed adapters that no process holds."""
     for app in config["applications"]:
         arguments = app.get("args", {})
         for base in arguments.get("models", {"": arguments}).values():
@@ -116,14 +168,24 @@ def _free_pushes(config: Mapping[str, Any]) -> None:
             PushedFiles(push, push.max_bytes).clear()
 
 
+def _require_room(config: Mapping[str, Any], available: Mapping[str, float]) -> None:
+    """Fail if Ray could never reserve what the replicas need: the app would wait without end."""
+    from deployments.bundles import bundles
+
+    apps = [app for _, app in applications(config)]
+    try:
+        found = list(lacks(demands(apps, bundles), available))
+    except ValueError as error:
+        fail(str(error))
+    if found:
+        fail("\n  ".join(found))
+
+
 def _start_ranks_ahead(config: Mapping[str, Any]) -> None:
     """Have processes of ranks import what they need while Serve starts, where they have GPUs."""
     from deployments.rank.waiting import start_ahead
 
-    apps = config["applications"]
-    deployments = [one for app in apps for one in app.get("deployments") or ()]
-    parts = [*apps, *(one.get("ray_actor_options") or {} for one in deployments)]
-    if any(part.get("runtime_env") for part in parts):
+    if _has_environments(config):
         return  # A replica takes processes of its own environment alone.
     for arguments in engines(config):
         base = ServeConfig.model_validate(arguments)
@@ -192,17 +254,29 @@ def _require_ports(http: Mapping[str, Any]) -> None:
             Port("", front.statistics, "RAY_SERVE_HAPROXY_STATS_PORT"),
             Port("", front.metrics, "RAY_SERVE_HAPROXY_METRICS_PORT"),
         ]
-    taken = conflicts(ports)
-    if taken:
-        fail("\n  ".join(taken))
+    deadline = time.monotonic() + _PORT_SECONDS
+    printed: list[str] = []
+    while taken := conflicts(ports):
+        if time.monotonic() > deadline or not any(" is in use" in fault for fault in taken):
+            fail("\n  ".join(taken))
+        if not printed:
+            printed = taken
+            _log(f"waiting {_PORT_SECONDS:g} s for ports, which a server that ended may still hold")
+        time.sleep(_POLL_SECONDS)
 
 
 def _wait_until_running(
-    serve: Any, leaving: Event, servers: Mapping[int, str], lines: StartLines
+    serve: Any,
+    config: Mapping[str, Any],
+    leaving: Event,
+    servers: Mapping[int, str],
+    lines: StartLines,
 ) -> bool:
     """Print each change of status, and lines; False if an app failed or the user ends it."""
     printed: dict[str, str] = {}
-    deadline = time.monotonic() + _READY_SECONDS
+    bases = [ServeConfig.model_validate(each) for each in engines(config)]
+    limit = _READY_SECONDS + max(each.engine.recovery.start_timeout_s for each in bases)
+    deadline = time.monotonic() + limit
     # A spinner while weights are read; rich shows it on terminals only.
     with Console(stderr=True).status("starting", spinner="line"):
         while not leaving.wait(_POLL_SECONDS) and time.monotonic() < deadline:
@@ -213,13 +287,19 @@ def _wait_until_running(
             for title, app in apps.items():
                 _print_change(title, app, printed)
                 if app.status.value in ("DEPLOY_FAILED", "UNHEALTHY"):
-                    print(app.message, file=sys.stderr)
+                    print(last_error(app.message), file=sys.stderr)
                     for name, part in app.deployments.items():
                         if part.message:
                             print(f"{name}: {last_error(part.message)}", file=sys.stderr)
                     return False
             if apps and all(app.status.value == "RUNNING" for app in apps.values()):
                 return True
+    if not leaving.is_set():
+        typer.echo(
+            f"loray: not all applications run after {limit:g} s: if they only need longer, raise "
+            f"engine.recovery.start_timeout_s. {_LOGS}",
+            err=True,
+        )
     return False
 
 
@@ -249,6 +329,8 @@ def _announce(config: dict[str, Any], dashboard: str, address: str, leaving: Eve
     server = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{options.get('port', 8000)}"
     urls = [f"{server}{app.get('route_prefix', '/')}".rstrip("/") for app in config["applications"]]
     infos = {url: _fetch_info(url, leaving) for url in urls}
+    if leaving.is_set():
+        return
     for url, info in infos.items():
         print(f"\nLoRay serves {info.get('model_id', 'a model')} on {url}")
         _print_table(info.get("chosen", {"chosen": "see GET /info, with a key"}))
@@ -275,6 +357,7 @@ def _print_table(rows: dict[str, str]) -> None:
 def _fetch_info(url: str, leaving: Event) -> dict[str, Any]:
     """GET /info, once the HTTP front is up; {} if the user ends the command."""
     deadline = time.monotonic() + _FRONT_SECONDS
+    reason, last = "", "no connection"
     while time.monotonic() < deadline:
         try:
             with urllib.request.urlopen(f"{url}/info", timeout=5) as answer:
@@ -283,11 +366,23 @@ def _fetch_info(url: str, leaving: Event) -> dict[str, Any]:
         except urllib.error.HTTPError as error:
             if error.code == HTTPStatus.UNAUTHORIZED:
                 return {}
+            said, last = _refusal(error), f"HTTP {error.code}"
+            if said and said != reason:
+                reason = said
+                _log(f"not ready: {reason}")
         except (urllib.error.URLError, ConnectionError, TimeoutError):
             pass
         if leaving.wait(_POLL_SECONDS):
             return {}
-    fail(f"the app runs, but {url}/info does not answer")
+    fail(f"the app runs, but {url}/info does not answer: {reason or last}")
+
+
+def _refusal(error: urllib.error.HTTPError) -> str:
+    """What LoRay says in an error; "" for one of the HTTP front."""
+    try:
+        return str(json.load(error)["error"])
+    except (ValueError, LookupError, TypeError, OSError):
+        return ""
 
 
 def _log(line: str) -> None:

@@ -26,8 +26,8 @@ class Server:
     """
 
     def __init__(self, url: str, key: str | None) -> None:
-        """key: sent as a bearer token."""
-        self._url = url.rstrip("/")
+        """url: with or without OpenAI's /v1. key: sent as a bearer token."""
+        self._url = url.rstrip("/").removesuffix("/v1")
         self._headers = {} if key is None else {"authorization": f"Bearer {key}"}
 
     def request(self, method: str, path: str, body: Json | None = None) -> Json:

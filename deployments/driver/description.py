@@ -104,12 +104,18 @@ def startup_info(reports: Sequence[LoadReport], speculation: SpeculationConfig) 
         "attention": first.attention,
         "adapter kernel": first.adapter_kernel,
         "all-reduce": first.all_reduce,
-        "pages": f"{pages.num_blocks} of {_tokens(pages)} tokens",
+        "pages": f"{pages.num_blocks} of {_tokens(pages)} tokens{_shortened(pages)}",
         "adapter pages": adapters,
         "weights": "; ".join(dict.fromkeys(map(_weights, reports))),
         "speculation": _speculation(speculation, pages),
         "load": f"{max(report.load_seconds for report in reports):.1f} s",
     }
+
+
+def _shortened(capacity: Capacity) -> str:
+    """What a request can have where the cache is smaller than the model's longest one."""
+    longest, most = capacity.longest_sequence, capacity.max_total_tokens
+    return "" if longest == most else f"; a request has at most {longest} tokens, not {most}"
 
 
 def _speculation(config: SpeculationConfig, capacity: Capacity) -> str:

@@ -288,7 +288,7 @@ class DriverEngine:
         """What is served, for validation and /info."""
         task = model_task(self._folder)
         report, capacity = self.ranks[0], common([report.capacity for report in self.ranks])
-        limits, longest = self._limits, capacity.max_total_tokens
+        limits, longest = self._limits, capacity.longest_sequence
         # A prompt leaves room for one token, where tokens are generated.
         room = longest - int(task.task is TaskKind.GENERATE)
         return EngineInfo(
@@ -317,6 +317,8 @@ class DriverEngine:
 
     async def _listing(self) -> list[AdapterInfo]:
         """Every adapter by its own name, then the names that were given to others."""
+        if not self._config.adapters.enabled:
+            return []
         listed = await self._directory.listing()
         taken = {row.id for row in listed}
         given = sorted((name.id, name.source.value) for name in self._aliases.all)

@@ -66,7 +66,9 @@ class OperatorSettings:
             logger.warning("replicas that start later will not know this user_config: %s", fault)
 
     def _refuse(self, error: Exception) -> None:
-        reason = "; ".join(faults(error)) if isinstance(error, ValueError) else str(error)
+        reason = (
+            "; ".join(faults(error, RuntimeConfig)) if isinstance(error, ValueError) else str(error)
+        )
         if reason != self.refused:
             logger.error("user_config is not applied, the settings before it stay: %s", reason)
         self.refused = reason

@@ -21,6 +21,13 @@ from deployments.driver.streaming.streams import refusal, unavailable
 from deployments.engine_commands import SleepEngine, WakeEngine
 
 _ASLEEP = "the server sleeps until POST /wake_up: send the request again later"
+_LATE = (
+    "a sleep or wake_up that is {:.1f} s younger is in force: a clock was set back, or the nodes' "
+    "clocks differ; send it again after that time"
+)
+_ON_ITS_WAY_NS = 1_000_000_000
+"""How late a command may come that was sent before another one."""
+
 _FULL = "{} requests wait for the server to wake: send the request again later"
 
 
@@ -69,7 +76,10 @@ class SleepGate:
         return await self._generator.generate(request, reply_to)
 
     async def run(self, command: SleepEngine | WakeEngine) -> AdapterReport:
-        """Execute a command; one that is older than the last one changes nothing."""
+        """Execute a command; one that is older than the last one changes nothing.
+
+        It fails if it is older by more than a command is on its way.
+        """
         try:
             if isinstance(command, SleepEngine):
                 fault = await self._fall_asleep(command)
@@ -86,7 +96,7 @@ class SleepGate:
 
     async def _fall_asleep(self, command: SleepEngine) -> str:
         if command.sent_at <= self._sent_at:
-            return ""
+            return self._late(command.sent_at)
         self._sent_at = command.sent_at
         self._open.clear()
         return await self._handle.sleep(command.mode)
@@ -94,12 +104,16 @@ class SleepGate:
     async def _wake(self, command: WakeEngine) -> str:
         # A saved sleep that is gone is undone by a wake of its own time.
         if command.sent_at < self._sent_at:
-            return ""
+            return self._late(command.sent_at)
         self._sent_at = command.sent_at
         fault = await self._handle.wake()
         if not fault:
             self._open.set()
         return fault
+
+    def _late(self, sent_at: int) -> str:
+        late = self._sent_at - sent_at
+        return _LATE.format(late / 1e9) if late > _ON_ITS_WAY_NS else ""
 
     async def _wait(self) -> Failed | None:
         """Wait until the replica is awake; returns why the request cannot run, None if it can."""

@@ -19,11 +19,13 @@ from modeling.models.encoder import Encoder
 from modeling.runner.block_tables import BatchSize
 from modeling.runner.loading import total_tokens
 from modeling.runner.memory import (
+    POOL_SETTINGS,
     adapter_pages,
     bank_size,
     cpu_blocks,
     cuda_blocks,
     device_memory,
+    fitting,
 )
 from modeling.runner.padded import PaddedAdapters, PaddedParts, PaddedRunner
 from modeling.runner.padded_batches import MAX_PADDING
@@ -83,7 +85,8 @@ def padded_bank(
         width = page_bytes(projections, model.dtype)
         pages = adapter_pages(config.adapters, width, memory)
     size = bank_size(config.adapters, pages)
-    return AdapterBank(projections, size, model.dtype, model.device, model.base_tensors())
+    with fitting(POOL_SETTINGS):
+        return AdapterBank(projections, size, model.dtype, model.device, model.base_tensors())
 
 
 def _check_config(config: EngineConfig, group: TensorParallel) -> None:

@@ -37,6 +37,8 @@ from modeling.runner.forward import PagedForward
 from modeling.runner.input_batch import InputBatch
 from modeling.runner.loading import load_model, read_eagle3, read_heads, total_tokens
 from modeling.runner.memory import (
+    CACHE_SETTINGS,
+    POOL_SETTINGS,
     NoCacheRoomError,
     adapter_pages,
     bank_size,
@@ -45,6 +47,7 @@ from modeling.runner.memory import (
     cuda_blocks,
     device_memory,
     expert_pages,
+    fitting,
     vocabulary_copies,
 )
 from modeling.runner.paged import ModelRunner, PagedParts, StepBuffers
@@ -115,7 +118,8 @@ def load_paged(config: EngineConfig, group: TensorParallel, device: torch.device
 @timed("adapter pools")
 def _bank(model: PagedModel, size: BankSize, device: torch.device) -> AdapterBank:
     rows, linears = model.base_tensors(), base_linears(cast(nn.Module, model))
-    return AdapterBank(model.projections, size, model.dtype, device, rows, linears)
+    with fitting(POOL_SETTINGS):
+        return AdapterBank(model.projections, size, model.dtype, device, rows, linears)
 
 
 def _drafter(
@@ -215,7 +219,8 @@ class LoadedPaged(LoadedRunner):
         parts = self.parts
         # Padding rows of captured steps write into the dummy block, number num_blocks.
         dummies = 1 if parts.device.type == "cuda" else 0
-        cache = allocate_blocks(parts.cache, num_blocks + dummies, parts.device)
+        with fitting(CACHE_SETTINGS):
+            cache = allocate_blocks(parts.cache, num_blocks + dummies, parts.device)
         return StepBuffers(
             forward=PagedForward(parts.weights.model, cache, parts.norms),
             input_batch=InputBatch(parts.size, parts.device, parts.grammars),

@@ -1,5 +1,7 @@
 """How much of a device's memory each thing gets: adapter pools first, cache pages with the rest."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +23,8 @@ CPU_CACHE_BYTES = 512 * 2**20
 GRAPH_BYTES = 16 * 2**20
 """What the CUDA driver keeps for one more captured step of some hundred launches, with room."""
 
+_NO_ROOM = "allocate memory", "out of memory"
+
 PIECE_BYTES = 2**20
 """The same for one more graph piece, of some ten launches."""
 
@@ -38,6 +42,27 @@ def device_memory(device: torch.device) -> DeviceMemory:
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     return DeviceMemory(total=total, free=free)
+
+
+CACHE_SETTINGS = "the KV cache (cache.num_blocks, cache.block_size)"
+POOL_SETTINGS = (
+    "the adapters' pools (adapters.host_bytes, .device_pages, .max_device_adapters, .max_rank)"
+)
+
+
+@contextmanager
+def fitting(taken: str) -> Iterator[None]:
+    """MemoryError that names what was to be taken, with its settings, where there is no room."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        # On a CPU torch has no class of its own for it.
+        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and not any(
+            words in str(error) for words in _NO_ROOM
+        ):
+            raise
+        reason = str(error).splitlines()[0]
+        raise MemoryError(f"no memory is left for {taken}: lower them ({reason})") from error
 
 
 def expert_pages(config: AdaptersConfig, page_bytes: int, memory: DeviceMemory | None) -> int:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import yaml
 from pydantic import ValidationError
 from ray.serve.schema import ServeDeploySchema
 
+from configs.api import ApiConfig
+from configs.base import faults
 from configs.engine import EngineConfig, RecoveryConfig
 from configs.env import (
     THROUGHPUT_ENVIRONMENT,
@@ -19,7 +22,7 @@ from configs.env import (
 )
 from configs.serve import ServeConfig
 from configs.wire.adapters import AdapterReference, AdapterSource, parse_reference
-from deployments.app import bundles
+from deployments.bundles import bundles
 from tests.checkpoints import write_llama
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -95,6 +98,55 @@ def test_a_model_of_bitsandbytes_is_cut_over_gpus(tmp_path: Path) -> None:
 def test_wrong_engines_are_refused_by_name(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         EngineConfig.model_validate({**ENGINE, **change})
+
+
+CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "a source that is not set up": (
+        {"engine": {"adapters": {"default_source": "s3"}}}, "set adapters.s3.roots"
+    ),
+    "a root without a name": ({"engine": {"adapters": {"local_roots": [""]}}}, "roots.0"),
+    "pages of no pool": (
+        {"engine": {"adapters": {"vocabulary": False, "vocabulary_pages": 4}}}, "vocabulary_pages"
+    ),
+    "a hub without a scheme": (
+        {"engine": {"adapters": {"hub_endpoint": "hub.acme"}}}, "hub.acme is no URL: begin it with"
+    ),
+    "a service without a scheme": (
+        {"engine": {"model": {"id": "x", "s3": {"endpoint_url": "minio:9000"}}}}, "minio:9000 is no"
+    ),
+    "a folder that is another for each process": (
+        {"engine": {"adapters": {"push": {"folder": "pushed"}}}}, "adapters.push.folder"
+    ),
+    "a revision of nothing": ({"engine": {"speculation": {"revision": "v1"}}}, "revision .v1. is"),
+    "one key for two callers": (
+        {"api": {"keys": [{"name": "a", "env": "K"}, {"name": "b", "env": "K"}]}}, "both have env K"
+    ),
+    "one key for callers and operators": (
+        {"api": {"keys": [{"name": "a", "sha256": "0" * 64}], "admin_key": {"sha256": "0" * 64}}},
+        "both have sha256",
+    ),
+    "an origin that no browser sends": (
+        {"api": {"cors_allow_origin": ["https://acme.org/"]}}, "acme.org/` is no origin"
+    ),
+    "a host as an origin": ({"api": {"cors_allow_origin": ["acme.org"]}}, "`acme.org` is no"),
+    "bounds of no storage": ({"batches": {"max_lines": 5}}, "without `storage`"),
+    "a storage that is relative": ({"batches": {"storage": "files"}}, "`files` is no absolute"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONTRADICTIONS)
+def test_what_could_have_no_effect_is_refused(name: str) -> None:
+    given, message = CONTRADICTIONS[name]
+    args = {**given, "engine": {**ENGINE, **given.get("engine", {})}}
+    with pytest.raises(ValidationError) as refusal:
+        ServeConfig.model_validate(args)
+    [fault] = faults(refusal.value, ServeConfig)
+    assert re.search(message, fault)
+
+
+def test_origins_as_browsers_send_them() -> None:
+    for origin in ("*", "null", "https://acme.org", "http://localhost:3000", "app://acme"):
+        assert ApiConfig(cors_allow_origin=(origin,)).cors_allow_origin == (origin,)
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,8 @@ def test_what_has_no_effect_says_why(name: str, caplog: pytest.LogCaptureFixture
     ("given", "message"),
     [
         *[({theirs: 5, own: 5}, own) for theirs, own in LIMITS.items()],
+        ({"max_concurrent_requests": 5, "max_queued": 5}, "LoRAX's name for it is `max_conc"),
+        ({"max_input_length": 101, "max_total_tokens": 100}, "max_input_tokens .101. must not"),
         ({"max_concurrent_requests": 0}, "at least 1"),
         ({"max_concurrent_requests": "many"}, "max_queued"),
         ({"max_total_tokens": 100, "max_batch_total_tokens": 99}, "must fit the cache"),

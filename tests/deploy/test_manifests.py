@@ -13,7 +13,7 @@ from configs.engine import EngineConfig
 from configs.model import ModelConfig
 from configs.serve import ServeConfig
 from configs.version import VERSION
-from deployments.app import bundles
+from deployments.bundles import bundles
 from deployments.cli import app
 from deployments.commands.check_config import config_faults
 from sources.model import ModelNotFound
@@ -35,8 +35,8 @@ def _the_model_is_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(model: ModelConfig) -> Path:
         raise ModelNotFound(model.id)
 
-    monkeypatch.setattr("deployments.commands.check_config.model_fault", lambda model: None)
-    monkeypatch.setattr("deployments.app.fetch_model_config", missing)
+    monkeypatch.setattr("deployments.commands.check_config.engine_faults", lambda arguments: ())
+    monkeypatch.setattr("deployments.bundles.fetch_model_config", missing)
 
 
 def manifests(path: Path) -> list[Manifest]:

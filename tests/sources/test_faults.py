@@ -195,3 +195,20 @@ def test_more_bytes_than_the_limit_are_refused_before_they_are_downloaded(
     store = source.store(max_file_bytes=50)
     assert refusal(store, source.reference) is AdapterRefusal.TOO_LARGE
     assert not list(source.root.glob("cache/*"))
+
+
+@pytest.mark.parametrize("source", ["hub", "s3"])
+def test_a_cache_that_cannot_be_used_is_named_by_its_setting(
+    request: pytest.FixtureRequest, source: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    at: FaultySource = request.getfixturevalue(source)
+    at.put(adapter_files())
+    file = at.root / "taken"
+    file.write_text("no folder")
+    store = sources(at.root, fetch={"cache_dir": str(file)}, **at.config)
+    with pytest.raises(AdapterError) as refused:
+        fetch(store, at.reference)
+    assert refused.value.refusal is AdapterRefusal.UNAVAILABLE
+    assert "adapters.fetch.cache_dir" in str(refused.value)
+    assert str(file) not in str(refused.value), "clients need not know the server's folders"
+    assert str(file) in caplog.text

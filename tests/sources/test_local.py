@@ -164,6 +164,24 @@ def test_adapters_under_the_roots_are_listed(tmp_path: Path) -> None:
     assert sources(tmp_path, local_roots=[str(tmp_path)]).known_local() == ["blue", "red"]
 
 
+def test_links_that_lead_to_each_other_are_no_adapter(tmp_path: Path) -> None:
+    (tmp_path / "one").symlink_to("two")
+    (tmp_path / "two").symlink_to("one")
+    folder = write(tmp_path / "red")
+    (folder / "README.md").symlink_to("README.md")
+    store = sources(tmp_path, local_roots=[str(tmp_path)])
+    assert refusal(store, local("one")) is AdapterRefusal.NOT_FOUND
+    assert store.local_reference(str(tmp_path / "one")) == local("one")
+    assert store.known_local() == ["red"]
+    assert fetch(store, local("red")).folder == folder
+
+
+def test_a_root_in_the_users_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    folder = write(tmp_path / "adapters" / "red")
+    assert fetch(sources(tmp_path, local_roots=["~/adapters"]), local("red")).folder == folder
+
+
 def test_a_link_that_leads_out_since_the_look(tmp_path: Path) -> None:
     """It is judged by what was opened, not by a path that may lead elsewhere by then."""
     own = write_files(tmp_path / "root" / "red", adapter_files())

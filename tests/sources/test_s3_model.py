@@ -7,7 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from configs.model import ModelConfig
-from deployments.commands.check_config import model_fault
+from deployments.commands.file_faults import model_fault
 from sources.model import ModelNotFound, fetch_model, fetch_model_config
 from tests.house import ROOT
 from tests.s3_server import FaultyS3

@@ -19,6 +19,7 @@ from configs.wire.adapters import (
     AdapterKey,
     AdapterReference,
     AdapterRefusal,
+    AdapterSource,
     FetchedAdapter,
 )
 from configs.wire.merging import MergeRule
@@ -187,7 +188,7 @@ class AdapterDirectory:
 
     async def listing(self) -> list[AdapterInfo]:
         """Known adapters, and those under the local roots that were not requested yet."""
-        known = {reference.id: reference for reference in self.names()}
+        known = {_listed_id(reference): reference for reference in self.names()}
         rows = [AdapterInfo(name, ref.source.value, "known") for name, ref in known.items()]
         rows += [
             AdapterInfo(name, "local", "on disk")
@@ -355,3 +356,10 @@ class AdapterDirectory:
             del self._references[reference]
         for origin in known.origins:
             del self._origins[origin]
+
+
+def _listed_id(reference: AdapterReference) -> str:
+    """The id in listings. A local revision is a part of the folder's name, not a version of it."""
+    if reference.source is AdapterSource.LOCAL and reference.revision is not None:
+        return f"{reference.id}@{reference.revision}"
+    return reference.id

@@ -1,7 +1,6 @@
 """The route by which trainers push an adapter's weights: no disk, no other service."""
 
 import asyncio
-import time
 from functools import partial
 from typing import Any
 
@@ -15,6 +14,7 @@ from deployments.contract import ErrorKind, PushAdapter, PushedContent
 from deployments.ingress.access.keys import require
 from deployments.ingress.admin.adapters import AdapterReply, AllReplicas, check_new_name
 from deployments.ingress.admin.push_bodies import read_push
+from deployments.ingress.admin.times import CommandTimes
 from deployments.ingress.generation.engine import EngineClient
 from deployments.ingress.http.errors import RequestError, invalid
 from deployments.ingress.http.responses import json_response
@@ -23,6 +23,10 @@ from sources.pushed import PushedFiles
 
 PATH = "/v1/push_lora_adapter"
 _MAX_NAME = 1024
+_YOUNGER = (
+    "a younger push of '{}' is served: if no other trainer sent it, a clock was set back or the "
+    "nodes' differ; push again later"
+)
 
 _FIELDS: dict[str, Any] = {
     "lora_name": {"type": "string"},
@@ -76,6 +80,7 @@ class _Pushes:
         self._files = PushedFiles(settings.push, settings.max_file_bytes)
         self._seconds = settings.api.body_timeout_s
         self._lock = asyncio.Lock()
+        self._times = CommandTimes()
 
     async def take(self, request: Request) -> Response:
         """Read a push, have all replicas serve it, and reply with its row."""
@@ -99,7 +104,7 @@ class _Pushes:
                 name = await self._name(form.lora_name)
                 store = partial(self._files.store, name.id, form.adapter_config, weights)
                 digest = await asyncio.to_thread(store)
-                return PushAdapter(name, digest, time.time_ns(), form.load_inplace)
+                return PushAdapter(name, digest, self._times.next(), form.load_inplace)
         except ClientDisconnect as gone:
             raise ClientGone from gone
         except TimeoutError as error:
@@ -114,7 +119,10 @@ class _Pushes:
             # The replicas that have it already ignore an equal push.
             command = msgspec.structs.replace(command, content=PushedContent(*content))
             reports = await self._engine.adapters(command)
-        return self._replicas.rows(reports)[0]
+        row = self._replicas.rows(reports)[0]
+        if row["digest"] != command.digest:
+            raise RequestError(ErrorKind.UNAVAILABLE, _YOUNGER.format(command.name.id))
+        return row
 
     async def _name(self, text: str) -> AdapterReference:
         """The name that clients will use; it has no source of its own, and no revision."""

@@ -1,6 +1,5 @@
 """vLLM's routes by which trainers that share the GPU have the server give its memory back."""
 
-import time
 from collections.abc import Sequence
 from typing import Annotated, TypedDict
 
@@ -11,6 +10,7 @@ from configs.wire.sleep import SleepMode
 from deployments.engine_commands import SleepEngine, WakeEngine
 from deployments.ingress.access.keys import require
 from deployments.ingress.admin.adapters import AllReplicas
+from deployments.ingress.admin.times import CommandTimes
 from deployments.ingress.generation.engine import EngineClient
 from deployments.ingress.http.errors import invalid
 from deployments.ingress.http.responses import json_response
@@ -28,13 +28,14 @@ def routes(engine: EngineClient) -> APIRouter:
     """The routes, for callers with the admin key."""
     router = APIRouter()
     replicas = AllReplicas(engine)
+    times = CommandTimes()
 
     @router.post("/sleep")
     async def sleep(request: Request, level: str = "1", mode: str = "abort") -> Response:
         require(request, admin=True)
         _require_one_of(_LEVELS, level, "level")
         _require_one_of(tuple(SleepMode), mode, "mode")
-        await replicas.run(SleepEngine(time.time_ns(), SleepMode(mode)))
+        await replicas.run(SleepEngine(times.next(), SleepMode(mode)))
         return Response()
 
     @router.post("/wake_up")
@@ -44,7 +45,7 @@ def routes(engine: EngineClient) -> APIRouter:
         require(request, admin=True)
         if tags:
             raise invalid("leave `tags` out: weights and KV cache wake together", "tags")
-        await replicas.run(WakeEngine(time.time_ns()))
+        await replicas.run(WakeEngine(times.next()))
         return Response()
 
     @router.get("/is_sleeping")

@@ -30,11 +30,14 @@ class Storage:
             raise ImportError(f"{message}: pip install loray[batches]") from error
         self._kinds = fs.FileType
         self._selector = fs.FileSelector
-        if root.startswith("/"):
-            base, path = fs.LocalFileSystem(), root
-            base.create_dir(path, recursive=True)
-        else:
-            base, path = fs.FileSystem.from_uri(root)
+        try:
+            if root.startswith("/"):
+                base, path = fs.LocalFileSystem(), root
+                base.create_dir(path, recursive=True)
+            else:
+                base, path = fs.FileSystem.from_uri(root)
+        except (OSError, ValueError) as error:
+            raise type(error)(f"batches.storage ({root}) cannot be opened: {error}") from error
         self._renames = root.startswith("/")
         self._files = fs.SubTreeFileSystem(path, base)
 

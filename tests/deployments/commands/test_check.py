@@ -145,7 +145,8 @@ def test_what_gpus_do_not_adapt_is_refused_where_the_config_names_them(
     assert re.search(r"on experts: \d+\.\d MiB of it.* adapters\.expert_pages of 1\n", said)
     yaml = tmp_path / "serve.yaml"
     engine = json.dumps({"model": {"id": str(model)}, "device": "cuda"})
-    yaml.write_text(f"applications: [{{args: {{engine: {engine}}}}}]")
+    app = f"{{import_path: 'deployments.app:build', args: {{engine: {engine}}}}}"
+    yaml.write_text(f"applications: [{app}]")
     said = printed(folder, yaml, capsys, served=False)
     assert "adapts neither a linear module's weight nor experts that are known here" in said
 

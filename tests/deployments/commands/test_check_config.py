@@ -45,6 +45,10 @@ def model(name: Any) -> Edit:
     return lambda config: served(config)["args"]["engine"]["model"].update(id=name)
 
 
+def adapters(**given: Any) -> Edit:
+    return lambda config: served(config)["args"]["engine"]["adapters"].update(given)
+
+
 def several(config: dict[str, Any]) -> None:
     """Two bases of the demo, instead of one."""
     found = served(config)
@@ -67,6 +71,11 @@ def typo_of_several(config: dict[str, Any]) -> None:
     found["deployments"].append({"name": "Driver"})
 
 
+def with_batches(config: dict[str, Any]) -> None:
+    served(config)["args"]["batches"] = {"storage": "/tmp/files"}
+    served(config)["deployments"].append({"name": "Batches", "max_ongoing_requests": 5})
+
+
 GOOD: dict[str, Edit] = {
     "several bases": several,
     "as it is": lambda config: None,
@@ -76,6 +85,7 @@ GOOD: dict[str, Edit] = {
     ),
     "a policy of autoscaling": policy(queue_seconds=0.1),
     "an adapter of the hub": user({"pinned_adapters": ["hub:acme/sql@v2"]}),
+    "a runner of batches": with_batches,
     "another application": lambda config: config["applications"].append(
         {"name": "other", "route_prefix": "/other", "import_path": "other:app", "args": {"x": 1}}
     ),
@@ -106,6 +116,12 @@ BAD: dict[str, tuple[Edit, list[str]]] = {
         user({"pinned_adapters": ["pirate", "nope"]}), ["pinned_adapters: adapter 'nope'"]
     ),
     "a limit that does not fit": (user({"max_step_tokens": 0}), ["max_step_tokens"]),
+    "a step larger than the ranks' buffers": (
+        user({"max_step_tokens": 513}), ["max_step_tokens (513) must not be more than", "(512)"]
+    ),
+    "a name that the base model has": (
+        user({"names": {"loray-demo": "pirate"}}), ["names.loray-demo: it is the base model's"]
+    ),
     "a name for nothing": (user({"names": {"x": " "}}), ["names no adapter"]),
     "a deployment that is none": (
         lambda config: driver(config).update(name="Divers"), ["there is no 'Divers'"]
@@ -134,6 +150,72 @@ BAD: dict[str, tuple[Edit, list[str]]] = {
     ),
     "an option of Serve's deployment": (
         lambda config: driver(config).update(num_replics=2), ["num_replics"]
+    ),
+    "a key that another key is like": (
+        lambda config: served(config)["args"]["engine"].update(limit={}, max_running=3),
+        ["engine.limit: there is no such key; did you mean limits?",
+         "engine.max_running: there is no such key; did you mean engine.limits.max_running?"],
+    ),
+    "a key under a name that another key is like": (
+        user({"adapters": {"pirate": {"weigth": 1}}}),
+        ["adapters.pirate.weigth: there is no such key; did you mean weight?"],
+    ),
+    "a key of Serve's that another key is like": (
+        lambda config: config.update(http_option={}), ["did you mean http_options?"]
+    ),
+    "no application": (
+        lambda config: config.update(applications=[]), ["applications: none has LoRay's"]
+    ),
+    "a builder that is none": (
+        lambda config: served(config).update(import_path="deployments.app:biuld"),
+        ["applications.loray.import_path: deployments.app:biuld is not deployments.app:build"],
+    ),
+    "a route that Serve refuses at its start": (
+        lambda config: served(config).update(route_prefix="api"), ["route_prefix: api must be /"]
+    ),
+    "no route": (
+        lambda config: served(config).update(route_prefix=None), ["route_prefix: null must be /"]
+    ),
+    "no front": (lambda config: config.update(proxy_location="Disabled"), ["means no HTTP"]),
+    "a deployment without settings": (
+        lambda config: served(config)["deployments"].append("Driver"),
+        ["deployments: 'Driver' must be a mapping: {name: Driver}"],
+    ),
+    "a deployment that is there twice": (
+        lambda config: served(config)["deployments"].append({"name": "Driver"}),
+        ["deployments: Driver is there twice"],
+    ),
+    "a root that is not there": (adapters(local_roots=["/no/x"]), ["'/no/x' is not a folder"]),
+    "a preload that is not there": (
+        adapters(preload=["pirate", "nope"]), ["engine.adapters.preload: adapter 'nope'"]
+    ),
+    "a catalogue that is not there": (
+        adapters(catalogue={"location": "/no/such"}), ["catalogue.location: /no/such is neither"]
+    ),
+    "a name of what is not there": (
+        user({"names": {"x": "nope"}}), ["user_config.names: adapter 'nope'"]
+    ),
+    "a revision of a folder": (
+        lambda config: served(config)["args"]["engine"]["model"].update(revision="main"),
+        ["engine.model.revision: ", "which has no revisions"],
+    ),
+    "a revision of a folder of heads": (
+        lambda config: served(config)["args"]["engine"]["speculation"].update(revision="v1"),
+        ["engine.speculation.revision: configs/demo/heads is a folder"],
+    ),
+    "kernels that are not there": (
+        lambda config: served(config)["args"]["engine"].update(kernel_cache="/no/such"),
+        ["engine.kernel_cache: /no/such is no folder: fill one with `loray warm`"],
+    ),
+    "heads that are not there": (
+        lambda config: served(config)["args"]["engine"]["speculation"].update(model="/no/such"),
+        ["engine.speculation.model: model '/no/such'"],
+    ),
+    "rope and experts that the model lacks": (
+        lambda config: served(config)["args"]["engine"].update(
+            model={"id": "configs/demo/model", "dynamic_rope_length": 4096}, expert_parallel=True
+        ),
+        ["engine.model.dynamic_rope_length (4096) is for", "engine.expert_parallel: Llama"],
     ),
 }  # fmt: skip
 
@@ -178,7 +260,33 @@ def test_a_fault_of_args_hides_no_other(tmp_path: Path, monkeypatch: pytest.Monk
         assert word in done.output, done.output
 
 
-@pytest.mark.parametrize("content", ["- a", "", "{", "a: *b"])
+def test_a_model_without_weights_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for file in Path("configs/demo/model").glob("*.json"):
+        (folder / file.name).write_bytes(file.read_bytes())
+    done = check(written(tmp_path, model(str(folder))))
+    assert done.exit_code == 1
+    assert f"{folder} has no weights: no *.safetensors" in done.output
+    assert "engine.model.allow_pickle is not set" in done.output
+
+    def dummy(config: dict[str, Any]) -> None:
+        served(config)["args"]["engine"]["model"] = {"id": str(folder), "load_format": "dummy"}
+
+    assert check(written(tmp_path, dummy)).exit_code == 0
+    (folder / "tokenizer.json").unlink()
+    assert f"{folder} has no tokenizer" in check(written(tmp_path, dummy)).output
+
+
+def test_a_key_that_is_there_twice_is_named_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("a: &x {b: 1}\nc: {<<: *x, b: 2}\nhttp_options:\n  port: 1\n  port: 2\n")
+    done = check(path)
+    assert done.exit_code == 2
+    assert "line 5: the key `port` is there a second time" in done.output
+
+
+@pytest.mark.parametrize("content", ["- a", "", "{", "a: *b", "a: 1\n---\nb: 1"])
 def test_a_file_without_settings(tmp_path: Path, content: str) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(content)
@@ -187,8 +295,8 @@ def test_a_file_without_settings(tmp_path: Path, content: str) -> None:
 
 
 def test_every_preset_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    fine = "deployments.commands.check_config.model_fault"
-    monkeypatch.setattr(fine, lambda engine: None)  # their models are the hub's
+    fine = "deployments.commands.check_config.engine_faults"
+    monkeypatch.setattr(fine, lambda arguments: ())  # their models are the hub's
     presets = list(Path("configs/presets").glob("*.yaml"))
     assert presets
     for path in presets:

@@ -55,6 +55,27 @@ def test_an_end_that_takes_too_long_is_given_up() -> None:
     assert "has not ended in 0.1 s" in ended.stdout
 
 
+def test_a_server_that_ends_first_ends_the_command_at_once() -> None:
+    code = (
+        "import subprocess, time; from deployments.commands.cluster import exit_if_lost; "
+        "server = subprocess.Popen(['sleep', '3600']); "
+        "ended = exit_if_lost({server.pid: 'sleep'}); server.kill(); time.sleep(600)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "is gone, before its requests and Serve have ended" in done.stderr
+    assert "KillMode=mixed" in done.stderr
+
+
+def test_a_server_that_ends_last_ends_nothing() -> None:
+    code = (
+        "import subprocess, time; from deployments.commands.cluster import exit_if_lost; "
+        "server = subprocess.Popen(['sleep', '3600']); "
+        "exit_if_lost({server.pid: 'sleep'}).set(); server.kill(); time.sleep(0.5)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 def test_sigterm_leaves_time_and_a_second_signal_takes_it(leaving: Leaving) -> None:
     signal.raise_signal(signal.SIGTERM)
     assert (leaving.requested.is_set(), leaving.hurried.is_set()) == (True, False)

@@ -32,18 +32,34 @@ def test_what_guesses_tokens(
     expected: str,
 ) -> None:
     capacity = Capacity(9, 4, (), 0, 1, 0, 99, drafts=drafts)
-    report = report_of(replace(capacity, draft_heads=heads))
+    report = load_report(replace(capacity, draft_heads=heads))
     assert startup_info([report], config)["speculation"] == expected
+
+
+@pytest.mark.parametrize(
+    ("blocks", "longest", "expected"),
+    [
+        (9, 36, "9 of 4 tokens; a request has at most 36 tokens, not 99"),
+        (24, 96, "24 of 4 tokens; a request has at most 96 tokens, not 99"),
+        (25, 99, "25 of 4 tokens"),
+    ],
+)
+def test_a_cache_smaller_than_the_longest_request_is_named(
+    blocks: int, longest: int, expected: str
+) -> None:
+    capacity = Capacity(blocks, 4, (), 0, 1, 0, 99)
+    assert capacity.longest_sequence == longest
+    assert startup_info([load_report(capacity)], SpeculationConfig())["pages"] == expected
 
 
 def test_pages_of_experts() -> None:
     capacity = Capacity(9, 4, ("q_proj", "experts.up_proj"), 7, 3, 0, 99)
-    ranks = [report_of(replace(capacity, pool_pages=(7, count))) for count in (256, 128)]
+    ranks = [load_report(replace(capacity, pool_pages=(7, count))) for count in (256, 128)]
     said = startup_info(ranks, SpeculationConfig())["adapter pages"]
     assert said.startswith("7 of 8 rank rows a projection, 3 slots; 128 of 8 rows of one expert")
 
 
-def report_of(capacity: Capacity) -> LoadReport:
+def load_report(capacity: Capacity) -> LoadReport:
     return LoadReport(
         rank=0,
         pid=0,

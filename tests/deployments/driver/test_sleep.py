@@ -150,6 +150,21 @@ def test_a_wake_comes_before_a_sleep_that_still_waits(root: Path) -> None:
     assert play(root, story).starts == 1
 
 
+def test_a_command_by_a_clock_that_was_set_back_fails(root: Path) -> None:
+    async def story(engine: DriverEngine, group: FakeGroup) -> None:
+        hour = 3600 * 10**9
+        await done(engine, SleepEngine(2 * hour, SleepMode.ABORT))
+        for command in (WakeEngine(hour), SleepEngine(hour, SleepMode.ABORT)):
+            fault = (await engine.adapters(command)).failure
+            assert fault is not None
+            assert "3600.0 s younger is in force: a clock was set back" in fault.message
+        assert (await engine.load()).asleep
+        await done(engine, WakeEngine(2 * hour + 1))
+        assert not (await engine.load()).asleep
+
+    assert play(root, story).starts == 2
+
+
 def test_pushes_reach_a_sleeping_server_and_pins_survive(root: Path) -> None:
     async def story(engine: DriverEngine, group: FakeGroup, trainer: Trainer) -> None:
         await trainer.push(engine, "1")

@@ -94,3 +94,17 @@ def test_ranks_that_ended_keep_no_memory(
         assert [bank() for bank in banks] == [None]
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize(
+    ("part", "setting"),
+    [("cache", "num_blocks"), ("adapters", "host_bytes"), ("adapters", "device_pages")],
+)
+def test_memory_that_no_machine_has_is_named_by_its_setting(
+    tmp_path: Path, part: str, setting: str
+) -> None:
+    model = {"id": str(write_llama(tmp_path))}
+    given = {"model": model, "device": "cpu", part: {setting: 10**15}}
+    ranks = LocalRanks(EngineConfig.model_validate(given))
+    with pytest.raises(MemoryError, match=f"no memory is left for .*{setting}"):
+        ranks.start()

@@ -198,3 +198,15 @@ def test_a_lookup_of_a_known_adapter_uses_no_thread(hub: HubServer, tmp_path: Pa
         directory.release(key)
 
     play(patient_config(tmp_path, hub_endpoint=hub.url), story)
+
+
+def test_a_local_revision_is_listed_by_the_name_that_finds_it(tmp_path: Path) -> None:
+    write_files(tmp_path / "roots" / "red@v1", adapter_files())
+    name = AdapterReference(AdapterSource.LOCAL, "red", "v1")
+
+    async def story(directory: AdapterDirectory) -> None:
+        before = [row.id for row in await directory.listing()]
+        await used(directory, name)
+        assert [row.id for row in await directory.listing()] == before == ["red@v1"]
+
+    play(patient_config(tmp_path, local_roots=[str(tmp_path / "roots")]), story)

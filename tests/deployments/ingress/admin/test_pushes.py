@@ -8,11 +8,13 @@ from typing import Any
 
 import httpx
 import pytest
+from msgspec.structs import replace
 
 from configs.adapters import PushConfig
 from configs.api import ApiConfig
 from configs.wire.adapters import AdapterReference, AdapterSource
-from deployments.contract import ErrorKind, Failed, PushAdapter
+from deployments.contract import AdapterReport, ErrorKind, Failed, PushAdapter
+from deployments.engine_commands import EngineCommand
 from deployments.ingress.generation.engine import IngressSettings
 from sources.pushed import PushedFiles
 from tests.deployments.ingress.conftest import Server
@@ -202,3 +204,35 @@ def test_only_the_admin_may_push(server: Server, push_config: PushConfig) -> Non
     assert reply.status_code == 401
     assert server.driver.replicas.commands == []
     assert not Path(push_config.folder).exists()
+
+
+def test_a_clock_that_is_set_back_makes_no_push_an_older_one(
+    http: httpx.Client, replicas: Replicas, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    http.post(PATH, **form())
+    monkeypatch.setattr("time.time_ns", lambda: 1)
+    again = form(load_inplace=(None, "true"))
+    assert http.post(PATH, **again).status_code == 200
+    first, second = replicas.commands
+    assert isinstance(first, PushAdapter)
+    assert isinstance(second, PushAdapter)
+    assert first.pushed_at < second.pushed_at
+
+
+def test_a_push_that_a_younger_one_has_replaced_says_so(
+    http: httpx.Client, replicas: Replicas, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of another ingress, whose clock is ahead; the drivers ignore this one."""
+    run = replicas.run
+
+    def ignored(command: EngineCommand) -> list[AdapterReport]:
+        younger = []
+        for report in run(command):
+            served = [replace(status, digest="another") for status in report.adapters]
+            younger.append(replace(report, adapters=served))
+        return younger
+
+    monkeypatch.setattr(replicas, "run", ignored)
+    reply = http.post(PATH, **form())
+    assert reply.status_code == 503
+    assert "a younger push of 'policy' is served" in reply.text

@@ -31,6 +31,18 @@ def test_every_replica_sleeps_and_wakes(http: httpx.Client, server: Server) -> N
     assert kept.sent_at < aborted.sent_at < woken.sent_at
 
 
+def test_a_clock_that_is_set_back_delays_no_wake(
+    http: httpx.Client, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert http.post("/sleep").status_code == 200
+    monkeypatch.setattr("time.time_ns", lambda: 1)
+    assert http.post("/wake_up").status_code == 200
+    slept, woken = server.driver.replicas.commands[-2:]
+    assert isinstance(slept, SleepEngine)
+    assert isinstance(woken, WakeEngine)
+    assert slept.sent_at < woken.sent_at
+
+
 def test_the_server_sleeps_once_all_replicas_do(http: httpx.Client, server: Server) -> None:
     asleep = replace(LOAD, asleep=True)
     for loads, sleeping in (([asleep, LOAD], False), ([asleep, asleep], True)):
