@@ -254,14 +254,15 @@ def _require_ports(http: Mapping[str, Any]) -> None:
             Port("", front.statistics, "RAY_SERVE_HAPROXY_STATS_PORT"),
             Port("", front.metrics, "RAY_SERVE_HAPROXY_METRICS_PORT"),
         ]
-    deadline = time.monotonic() + _PORT_SECONDS
-    printed: list[str] = []
+    deadline, printed = time.monotonic() + _PORT_SECONDS, False
     while taken := conflicts(ports):
         if time.monotonic() > deadline or not any(" is in use" in fault for fault in taken):
             fail("\n  ".join(taken))
         if not printed:
-            printed = taken
-            _log(f"waiting {_PORT_SECONDS:g} s for ports, which a server that ended may still hold")
+            _log(
+                f"{taken[0]}; waiting {_PORT_SECONDS:g} s, as a server that ended may still hold it"
+            )
+            printed = True
         time.sleep(_POLL_SECONDS)
 
 

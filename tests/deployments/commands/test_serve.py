@@ -80,7 +80,7 @@ def test_ports_of_a_server_that_ends_are_waited_for(
 
         monkeypatch.setattr("time.sleep", end)
         _require_ports(http)
-    assert capsys.readouterr().out.count("for ports, which a server that ended") == 1
+    assert capsys.readouterr().out.count("s, as a server that ended may still hold it") == 1
     monkeypatch.setattr("deployments.commands.serve._PORT_SECONDS", 0.0)
     with socket.create_server(("127.0.0.1", http["port"])), pytest.raises(typer.Exit):
         _require_ports(http)
