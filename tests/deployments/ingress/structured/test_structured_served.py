@@ -127,13 +127,16 @@ def test_answers_do_not_depend_on_the_batch(
     No step is made before all have come: one after the other they would find room. Every sixth
     token of a draft is wrong, and every step has drafts.
     """
-    come: set[Any] = set()
+    come: list[Request] = []
     preempted: set[Any] = set()
     add, schedule, rewind = Scheduler.add, Scheduler.schedule, Request.rewind
 
     def arrive(self: Scheduler, request: Request, now: float) -> None:
-        come.add(request.id)
-        add(self, request, now)
+        come.append(request)
+        if len(come) == NUM_REQUESTS:
+            # In an order of their own, not of arrival: it decides who is preempted.
+            for each in sorted(come, key=lambda own: own.sampling.constraint is None):
+                add(self, each, now)
 
     def await_all(self: Scheduler, now: float) -> StepPlan:
         if len(come) < NUM_REQUESTS:
@@ -141,7 +144,7 @@ def test_answers_do_not_depend_on_the_batch(
         return schedule(self, now)
 
     def count(self: Request) -> None:
-        if self.num_generated and self.sampling.constraint:
+        if self.num_generated:
             preempted.add(self.id)
         rewind(self)
 
