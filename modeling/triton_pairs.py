@@ -260,12 +260,13 @@ class PairDeltas:
         what wrote experts and slots.
         """
         (_, inputs), pairs = x.shape, experts.numel()
-        pages, pdl = self.table.shape[3], has_dependent_launch(x.device)
+        sizes, pdl = self.sizes, has_dependent_launch(x.device)
+        pages = sizes["PAGES"]
         shrunk = x.new_empty(len(projections), pairs, pages * ROWS, dtype=torch.float32)
         own = [self.pools[each][0] for each in (projections[0], projections[-1])]
         constants: dict[str, Any] = {
             **{"INPUTS": inputs, "COUNT": count, "ACTIVE": pairs // len(slots)},
-            **{"SHARED": pairs // len(x), **self.sizes},
+            **{"SHARED": pairs // len(x), **sizes},
             **{"RANKS": ROWS if pairs <= FEW_PAIRS else 2 * ROWS},
             **{
                 "BLOCK_K": min(SHRINK_COLUMNS, triton.next_power_of_2(inputs)),

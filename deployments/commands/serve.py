@@ -35,7 +35,7 @@ from deployments.commands.cluster import (
     require_alive,
 )
 from deployments.commands.failing import fail
-from deployments.commands.room import demands, lacks
+from deployments.commands.resources import demands, lacks
 from deployments.commands.start_lines import StartLines
 from deployments.ports import Port, conflicts
 from sources.pushed import PushedFiles
@@ -92,7 +92,7 @@ def serve_file(path: Path, title: str, dashboard: bool, drain_seconds: float) ->
         lines = StartLines(Path(context.address_info["session_dir"]) / "logs")
         if not leaving.requested.is_set():
             _log(f"deploying {title}")
-            _require_room(config, ray.cluster_resources())
+            _require_resources(config, ray.cluster_resources())
             _start_ranks_ahead(config)
             _deploy(path, address)
             if _wait_until_running(serve, config, leaving.requested, servers, lines):
@@ -168,7 +168,7 @@ def _free_pushes(config: Mapping[str, Any]) -> None:
             PushedFiles(push, push.max_bytes).clear()
 
 
-def _require_room(config: Mapping[str, Any], available: Mapping[str, float]) -> None:
+def _require_resources(config: Mapping[str, Any], available: Mapping[str, float]) -> None:
     """Fail if Ray could never reserve what the replicas need: the app would wait without end."""
     from deployments.bundles import bundles
 

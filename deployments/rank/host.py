@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch
 from torch.distributed import Store, TCPStore
 
-from configs.engine import Device, EngineConfig
+from configs.engine import AllReduce, Device, EngineConfig
 from configs.env import read_kernels
 from configs.wire.plan import Capacity
 from deployments.rank.messages import LoadReport, MeasuredMemory, StoreAddress
@@ -73,7 +73,9 @@ class RankHost:
         # To ask for the present device would choose one.
         has_gpu = torch.cuda.is_available() and self._config.device is not Device.CPU
         device = self._enter_thread() if context or not has_gpu else torch.device("cuda")
-        preload(self._config.attention, device, self._config.tensor_parallel, context)
+        several = self._config.tensor_parallel > 1
+        maps = several and self._config.all_reduce is not AllReduce.NCCL
+        preload(self._config.attention, device, maps, context)
 
     def free_device_bytes(self) -> int | None:
         """Return the free memory of this rank's GPU; None on a CPU."""

@@ -12,18 +12,18 @@ from sharding.symmetric import prepare_mapping
 
 
 def preload(
-    attention: AttentionKind, device: torch.device, ranks: int, context: bool = True
+    attention: AttentionKind, device: torch.device, maps: bool, context: bool = True
 ) -> None:
     """Import kernels and libraries, and make the device's context.
 
     attention: AUTO imports the backends that are installed, as which one fits is not known yet.
-    ranks: of a group. context: False leaves the device alone.
+    maps: whether ranks may sum through symmetric memory. context: False leaves the device alone.
     """
     if device.type == "cpu":
         return
     if context:
         _make_context(device)
-        if ranks > 1:
+        if maps:
             prepare_mapping(device)
     select_kernel(device)
     fused_ops(device)

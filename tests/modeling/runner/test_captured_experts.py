@@ -1,7 +1,7 @@
 """Captured decode steps with adapters of experts, on a CPU: a replay is the computation itself.
 
 With TRITON_INTERPRET=1 in the environment (and numpy below 2.4) the deltas are those of the
-kernels, without it those of a loop over the same tables.
+kernels, without it those of torch over the same tables.
 """
 
 import os
@@ -41,12 +41,12 @@ CASES = [
 ]
 
 
-class Loop:
-    """The equation of `modeling.triton_pairs`, one pair after the other."""
+class GatheredExperts:
+    """The equation of `modeling.triton_pairs`, all pairs at once: a tape has no loops."""
 
     def __init__(self, bank: AdapterBank, slots: Tensor) -> None:
-        self.bank = bank
-        self.slots = slots
+        self._bank = bank
+        self._slots = slots
 
     def add(
         self,
@@ -59,15 +59,16 @@ class Loop:
         count: int,
         offset: int,
     ) -> None:
-        pool, slots = self.bank.pools[projection], self.slots[tokens].tolist()
-        for pair, (slot, expert) in enumerate(zip(slots, experts.tolist(), strict=True)):
-            if slot < 0 or expert >= count:
-                continue
-            of_map = self.bank.expert_table[slot, self.bank.expert_maps[projection]]
-            for page in of_map[expert].tolist():
-                if page >= 0:
-                    a, bt = (part[layer, page] for part in (pool.a, pool.bt))
-                    y[pair, offset : offset + bt.shape[1]] += x[pair] @ a.t() @ bt
+        slots, pool = self._slots[tokens], self._bank.pools[projection]
+        of_map = self._bank.expert_table[:, self._bank.expert_maps[projection]]
+        pages = of_map[slots.clamp(min=0), experts.clamp(max=count - 1)].long()
+        used = (pages >= 0) & ((slots >= 0) & (experts < count))[:, None]
+        a, bt = (
+            torch.where(used[..., None, None], part[layer][pages.clamp(min=0)], 0.0)
+            for part in (pool.a, pool.bt)
+        )
+        shrunk = torch.einsum("pi,pkri->pkr", x, a)
+        y[:, offset : offset + bt.shape[-1]] += torch.einsum("pkr,pkro->po", shrunk, bt)
 
 
 class LateExperts(LateAdapters):
@@ -108,7 +109,7 @@ class WithExperts(LateExperts):
 
 def deltas(bank: AdapterBank, slots: Tensor) -> ExpertDeltas:
     if os.environ.get("TRITON_INTERPRET") != "1":
-        return Loop(bank, slots)
+        return GatheredExperts(bank, slots)
     from modeling.triton_pairs import PairDeltas
 
     pools = tuple((pool.a, pool.bt) for pool in bank.pools)

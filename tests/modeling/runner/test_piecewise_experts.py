@@ -7,11 +7,15 @@ import torch
 from torch import Tensor
 
 from configs.wire.sampling import Sampling
-from modeling.adapters.bank import AdapterBank
 from modeling.adapters.product import AdapterData, ExpertDeltas, OutputSlice
 from modeling.models.generic import experts
 from tests.modeling.parity import World, full_logprobs
-from tests.modeling.runner.test_captured_experts import BLOCK_SIZE, NUM_BLOCKS, make_runner
+from tests.modeling.runner.test_captured_experts import (
+    BLOCK_SIZE,
+    NUM_BLOCKS,
+    GatheredExperts,
+    make_runner,
+)
 from tests.modeling.runner.test_cuda_graphs import requests
 from tests.modeling.runner.test_piecewise import GatheredAdapters, record_on_cpu
 from tests.modeling.stepping import generate
@@ -20,36 +24,6 @@ from tests.modeling.stepping import generate
 pytestmark = pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")
 
 SIZES = (4, 9, 16, 40)
-
-
-class GatheredExperts:
-    """The equation of `modeling.triton_pairs`, all pairs at once: a tape has no loops."""
-
-    def __init__(self, bank: AdapterBank, slots: Tensor) -> None:
-        self._bank = bank
-        self._slots = slots
-
-    def add(
-        self,
-        y: Tensor,
-        x: Tensor,
-        experts: Tensor,
-        tokens: Tensor,
-        projection: int,
-        layer: int,
-        count: int,
-        offset: int,
-    ) -> None:
-        slots, pool = self._slots[tokens], self._bank.pools[projection]
-        of_map = self._bank.expert_table[:, self._bank.expert_maps[projection]]
-        pages = of_map[slots.clamp(min=0), experts.clamp(max=count - 1)].long()
-        used = (pages >= 0) & ((slots >= 0) & (experts < count))[:, None]
-        a, bt = (
-            torch.where(used[..., None, None], part[layer][pages.clamp(min=0)], 0.0)
-            for part in (pool.a, pool.bt)
-        )
-        shrunk = torch.einsum("pi,pkri->pkr", x, a)
-        y[:, offset : offset + bt.shape[-1]] += torch.einsum("pkr,pkro->po", shrunk, bt)
 
 
 class PlanOfExperts(GatheredAdapters):

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from configs.serve import ServeConfig
-from deployments.commands.room import Demand, demands, lacks
+from deployments.commands.resources import Demand, demands, lacks
 
 MACHINE = {"CPU": 2.0, "GPU": 1.0}
 
