@@ -12,7 +12,7 @@ from configs.serve import ServeConfig
 from deployments.commands import plain
 from deployments.commands.check_config import config_faults, find_config, read_config
 from deployments.commands.failing import fail
-from deployments.commands.resources import Demand, lacks
+from deployments.commands.resources import Demand, lacks, summed
 from deployments.offline.lines import check_input, custom_id, done_ids
 
 # Few lines at a time: a call of a replica ends with its slowest line, and two calls overlap.
@@ -97,7 +97,7 @@ def _results(
         logging.getLogger("ray.data").setLevel(logging.WARNING)
         own, *rank_bundles = bundles(config)
         if address is None:
-            demand = Demand("engines", total([own, *rank_bundles]), replicas)
+            demand = Demand("engines", summed([own, *rank_bundles]), replicas)
             if found := list(lacks([demand], ray.cluster_resources())):
                 fail("\n  ".join(found))
         calls = max(replicas, -(-total // _LINES_OF_A_CALL))

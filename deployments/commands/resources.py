@@ -63,7 +63,7 @@ def demands(
         for name, default in parts.items():
             given = deployments.get(name, {})
             own = given.get("placement_group_bundles") or _with_options(default, given)
-            yield Demand(name, total(own), _replicas(given))
+            yield Demand(name, summed(own), _replicas(given))
 
 
 def _with_options(
@@ -85,7 +85,7 @@ def _replicas(given: Mapping[str, Any]) -> int:
     return int(least if initial is None else initial)
 
 
-def total(bundles: Iterable[Mapping[str, float]]) -> dict[str, float]:
+def summed(bundles: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """The sum of the bundles of one replica."""
     found: dict[str, float] = defaultdict(float)
     for bundle in bundles:

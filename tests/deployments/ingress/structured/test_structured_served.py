@@ -134,7 +134,7 @@ def test_answers_do_not_depend_on_the_batch(
     def arrive(self: Scheduler, request: Request, now: float) -> None:
         come.append(request)
         if len(come) == NUM_REQUESTS:
-            # In an order of their own, not of arrival: it decides who is preempted.
+            # In an order of their own, not of arrival: the order decides which are preempted.
             for each in sorted(come, key=lambda own: own.sampling.constraint is None):
                 add(self, each, now)
 
