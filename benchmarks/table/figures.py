@@ -79,8 +79,9 @@ FIGURES: Mapping[tuple[str, str], Figure] = {
     ("two-gpus", "mixed32-c64"): Figure(RATE),
     ("two-gpus", "base-c256"): Figure(RATE),
     ("two-gpus", "lora32-c256"): Figure(RATE, (Goal(1.3, PEER),), (9758,)),
-    ("seventy-b", "base-c64"): Figure(RATE),
-    ("seventy-b", "lora32-c64"): Figure(RATE, (Goal(1.5, PEER),)),
+    ("seventy-b", "base-c1"): Figure(TPOT, (Goal(1.0, PEER),), (11.92,)),
+    ("seventy-b", "base-c64"): Figure(RATE, quoted=(2702,)),
+    ("seventy-b", "lora32-c64"): Figure(RATE, (Goal(1.8, PEER),), (1221,)),
     ("churn", "resident"): Figure(RATE, quoted=(2588,)),
     ("churn", "zipf"): Figure(
         RATE,

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from benchmarks.serving import Case
+from benchmarks.stored import STORED
 from benchmarks.table.figures import (
     CHIPS,
     FIGURES,
@@ -150,8 +151,13 @@ def _bound(sheet: Sheet, group: str, case: str, goal: Goal, metric: str) -> floa
 def _is_standard(row: Row) -> bool:
     """Whether quoted figures and limits are about such a row."""
     names = set(row["machine"]["gpus"])
-    is_shape = row["dtype"] == "bfloat16" and row["shape"] != "tiny"
+    is_shape = row["dtype"] == "bfloat16" and row["shape"] != "tiny" and not _is_quantised(row)
     return is_shape and row["device"] == "cuda" and bool(names) and names <= set(CHIPS)
+
+
+def _is_quantised(row: Row) -> bool:
+    words = row["setup"].split(", ")
+    return any(word in STORED or word.startswith("engine.model.quantize=") for word in words)
 
 
 def limit_of(row: Row, group: RowGroup, metric: str) -> float | None:

@@ -168,7 +168,11 @@ def groups(scale: Scale) -> dict[str, RowGroup]:
     )
     rank = max(MIXED_RANKS)
     [lora32] = [play for play in rows if play.name == "lora32-c64"]
-    seventy = (replace(lora32, seconds=25.0), replace(_named(rows, "base-c64"), seconds=25.0))
+    seventy = (
+        _named(rows, "base-c1"),
+        replace(lora32, seconds=25.0),
+        replace(_named(rows, "base-c64"), seconds=25.0),
+    )
     fair, churned = _fair(scale), _churn(scale)
     made = [
         RowGroup("one-gpu", "one GPU", (*rows, *_prompts(scale)), pages=mixed_pages, max_rank=rank),

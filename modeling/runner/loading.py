@@ -140,24 +140,19 @@ def read_eagle3(
 ) -> Eagle3Heads | None:
     """Return this rank's part of the EAGLE-3 heads that are configured; None without.
 
-    ValueError where they do not run: on GPUs without captured steps or on several, and beside
-    layers of which states cannot be read.
+    ValueError where they do not run: on GPUs without captured steps, and beside layers of which
+    states cannot be read.
     """
     folder = _heads_folder(config)
     if folder is None or config.speculation.kind is not SpeculationKind.EAGLE3:
         return None
     other = "set engine.speculation.kind to medusa or prompt_lookup"
-    if model.device.type not in EAGLE3_LAUNCHED_ON:
-        if group.size > 1:
-            raise ValueError(
-                "EAGLE-3 heads were compared on one GPU alone: set engine.tensor_parallel to 1, "
-                f"or {other}"
-            )
-        if config.cuda_graphs is CudaGraphs.NONE or not model.capturable:
-            raise ValueError(
-                "EAGLE-3 heads cost more than they bring where steps are not captured: set "
-                f"engine.cuda_graphs to decode or all, if this model's steps can be, or {other}"
-            )
+    is_captured = config.cuda_graphs is not CudaGraphs.NONE and model.capturable
+    if model.device.type not in EAGLE3_LAUNCHED_ON and not is_captured:
+        raise ValueError(
+            "EAGLE-3 heads cost more than they bring where steps are not captured: set "
+            f"engine.cuda_graphs to decode or all, if this model's steps can be, or {other}"
+        )
     if len(model.decoder_layers) != model.num_layers:
         raise ValueError(f"EAGLE-3 heads cannot read the states of this model's layers: {other}")
     return load_eagle3_heads(folder, model, group, config.model.allow_pickle)

@@ -123,5 +123,6 @@ def test_two_gpus(tasks: list[Task], all_reduce: AllReduce) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four CUDA devices")
-def test_four_gpus(tasks: list[Task]) -> None:
-    run_cuda_ranks(4, partial(answer, tasks), AllReduce.NCCL)
+@pytest.mark.parametrize("all_reduce", [AllReduce.NCCL, AllReduce.AUTO])
+def test_four_gpus(tasks: list[Task], all_reduce: AllReduce) -> None:
+    run_cuda_ranks(4, partial(answer, tasks), all_reduce)

@@ -385,9 +385,7 @@ def test_heads_of_other_models_are_refused(tmp_path: Path) -> None:
         load(first, windowed)
 
 
-def test_on_gpus_heads_need_captured_steps_and_one_rank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_gpus_heads_need_captured_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert loading.EAGLE3_LAUNCHED_ON == ("cpu",)
     model = write_target("llama", tmp_path / "model")
     folder = eagle3.Heads(torch.zeros(VOCAB, WIDTH)).write(tmp_path / "heads")
@@ -397,12 +395,6 @@ def test_on_gpus_heads_need_captured_steps_and_one_rank(
     launched = config.model_copy(update={"cuda_graphs": CudaGraphs.NONE})
     with pytest.raises(ValueError, match=r"set engine.cuda_graphs to decode or all"):
         load_paged(launched, SingleRank(), CPU)
-
-    def load(group: TensorParallel) -> None:
-        with pytest.raises(ValueError, match=r"compared on one GPU alone"):
-            load_paged(config, group, CPU)
-
-    run_in_memory(2, load)
 
 
 def test_entries_rest_where_no_guesses_are_wanted(

@@ -60,7 +60,7 @@ where they were compared."""
 DELTAS_OF_STORED = frozenset(("gpt_oss", "qwen3_moe"))
 """Types of which they multiply those of experts that a checkpoint quantised, not in integers."""
 
-DELTAS_OF_INTEGERS: frozenset[str] = frozenset()
+DELTAS_OF_INTEGERS = frozenset(("qwen3_moe",))
 """The same of experts in integers."""
 
 SPREAD_ON_GPUS = frozenset(("qwen3_moe",))

@@ -69,6 +69,15 @@ def test_quoted_figures_are_for_their_own_machine_and_shape() -> None:
     assert "| base-c64 | tokens/s | 3,000 |  |  |  |  |" in page(rows)
 
 
+@pytest.mark.parametrize("word", ["gptq", "engine.model.quantize=fp8"])
+def test_quantised_rows_have_no_limit_and_no_quoted_peer(word: str) -> None:
+    one = rate("base-c64", 9696.0, setup=f"llama3-8b, bfloat16, cuda, {word}")
+    assert "| base-c64 | tokens/s | 9,696 |  |  |  |  |" in page([one])
+    assert [(v.is_met, v.note) for v in verdicts([one])["base-c64"]] == [
+        (None, "not measured: peer")
+    ]
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
