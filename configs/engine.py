@@ -215,7 +215,7 @@ class SpeculationConfig(Config):
     model: str | None = None
     revision: str | None = None
     max_tokens: PositiveInt = Field(default=8, le=64)
-    max_running: PositiveInt = 32
+    max_running: PositiveInt = 128
 
     @property
     def most_tokens(self) -> int:

@@ -1,5 +1,9 @@
 """Drafts by prompt lookup: what followed the last tokens where they occurred before.
 
+A text that was copied so far is believed to go on where it was copied from. Where a token was
+changed, left out or added, its last ones occur nowhere: then the draft is what follows at the same
+distance, and if that is wrong, what follows the last token near there.
+
 The ranks check a draft: they choose the token of each of its positions as always, with that
 position's noise, and the draft counts as far as it is equal. So a draft changes when tokens come,
 never which.
@@ -13,6 +17,9 @@ MATCH = 3
 
 WINDOW = 16384
 """Newest tokens that are searched: a bound of the time that one search takes."""
+
+NEAR = 4
+"""Tokens by which a copied text may have moved against its source at once."""
 
 MOST_LOOKS = 8
 """Occurrences that one search looks at, of which some may begin within a token's bytes."""
@@ -50,6 +57,8 @@ class Drafter:
         self._right, self._wrong = FIRST
         self._rest = SHORTEST_REST
         self._resume_at: int | None = None
+        self._distance = 0
+        self._is_lost = False
 
     @property
     def chance(self) -> float:
@@ -90,15 +99,44 @@ class Drafter:
         return found
 
     def _after(self, known: bytearray, length: int) -> tuple[int, ...]:
-        start = self._occurrence(known, len(known) - MATCH * _BYTES)
-        if start < 0:
+        if not (self._goes_on(known) or self._occurs(known) or self._is_near(known)):
             return ()
-        first = start + MATCH * _BYTES
+        first = len(known) - self._distance
         # A text that repeats itself goes on so behind its end too.
         found = known[first : first + length * _BYTES]
         while len(found) < length * _BYTES:
             found += found[: length * _BYTES - len(found)]
         return tuple(array("i", bytes(found)))
+
+    def _goes_on(self, known: bytearray) -> bool:
+        """Whether the last tokens are those at the known distance before them, too."""
+        last = len(known) - MATCH * _BYTES
+        before = last - self._distance
+        is_known = self._distance > 0 and before >= 0
+        return is_known and known[before : before + MATCH * _BYTES] == known[last:]
+
+    def _occurs(self, known: bytearray) -> bool:
+        """Whether the last tokens occurred before; the newest occurrence gives the distance."""
+        last = len(known) - MATCH * _BYTES
+        start = self._occurrence(known, last)
+        if start >= 0:
+            self._distance, self._is_lost = last - start, False
+        return start >= 0
+
+    def _is_near(self, known: bytearray) -> bool:
+        """Whether a text that was copied goes on: at its distance, or, if lost, near there."""
+        last = len(known) - _BYTES
+        source = last - self._distance
+        if not self._distance or source < 0:
+            return False
+        if not self._is_lost:
+            return True
+        for moved in sorted(range(-NEAR, NEAR + 1), key=abs):
+            at = source + moved * _BYTES
+            if 0 <= at < last and known[at : at + _BYTES] == known[last:]:
+                self._distance = last - at
+                return True
+        return False
 
     def verified(self, num_drafted: int, num_accepted: int) -> None:
         """Learn from a draft that was checked."""
@@ -107,6 +145,8 @@ class Drafter:
         self._wrong = FADING * self._wrong + (num_accepted < num_drafted)
         if num_accepted >= SHORT:
             self._rest = SHORTEST_REST
+        if num_drafted:
+            self._is_lost = not num_accepted
 
     @staticmethod
     def _occurrence(known: bytearray, last: int) -> int:
