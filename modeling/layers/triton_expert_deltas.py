@@ -19,8 +19,9 @@ from modeling.layers.triton_expert_kernels import (
     sum_deltas_kernel,
     sum_kernel,
 )
+from modeling.layers.triton_expert_tiles import shrink_tile_kernel
 from modeling.triton_launch import Launcher, aligned, has_dependent_launch, launch_options
-from modeling.triton_pairs import PairDeltas
+from modeling.triton_pairs import ROWS, PairDeltas
 
 DELTA_COLUMNS = 512
 """Of gate or up that a program computes."""
@@ -30,6 +31,36 @@ SUM_COLUMNS, DELTA_SUM_COLUMNS = 512, 64
 
 _ENTER, _ENTER_DELTAS = Launcher(enter_kernel), Launcher(enter_deltas_kernel)
 _SUM, _SUM_DELTAS = Launcher(sum_kernel), Launcher(sum_deltas_kernel)
+_SHRINK_TILE = Launcher(shrink_tile_kernel)
+
+
+SHRINK_INPUTS = 128
+"""That a program of a tile reads at once."""
+
+FEW_IN_TILE = 64
+"""Pairs for which four warps have registers enough."""
+
+
+@dataclass(frozen=True)
+class PairTiles:
+    """Where kernels find the pairs of each expert, and how they are cut into tiles.
+
+    counts: int32 [experts], pairs of each. order: int32 [experts, tokens], them. size: pairs of a
+    tile. tiles, is_cut: see `tile_of`. programs: of each block of outputs.
+    """
+
+    counts: Tensor
+    tiles: Tensor
+    order: Tensor
+    active: int
+    size: int
+    is_cut: bool
+    programs: tuple[int, int]
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """Return the kernels' constants."""
+        return {"PAIRS": self.size, "TILED": self.is_cut}
 
 
 @dataclass(frozen=True)
@@ -105,6 +136,42 @@ class LayerDeltas:
         """Shrink inner [pairs, width] for down."""
         # The kernel ahead, of gate and up, waited for what wrote ids.
         return self._shrunk(inner, ids, (self.down,), count, early=True)
+
+    def shrink_up_tiles(self, x: Tensor, tiles: PairTiles) -> "ShrunkPairs":
+        """Shrink x [tokens, hidden] for gate and up."""
+        return self._shrunk_tiles(x, self.up, tiles)
+
+    def shrink_down_tiles(self, inner: Tensor, tiles: PairTiles) -> "ShrunkPairs":
+        """Shrink inner [pairs, width] for down."""
+        return self._shrunk_tiles(inner, (self.down,), tiles)
+
+    def _shrunk_tiles(
+        self, x: Tensor, projections: tuple[int, ...], tiles: PairTiles
+    ) -> "ShrunkPairs":
+        own, pdl = self.deltas, has_dependent_launch(x.device)
+        (_, tokens), inputs = tiles.order.shape, x.shape[1]
+        pairs = tokens * tiles.active
+        shrunk = x.new_empty(
+            len(projections), pairs, own.sizes["PAGES"] * ROWS, dtype=torch.float32
+        )
+        both = (projections[0], projections[-1])
+        pools = [own.pools[each][0] for each in both]
+        constants: dict[str, Any] = {
+            **{"INPUTS": inputs, "ACTIVE": tiles.active, "SHARED": pairs // len(x)},
+            **{**tiles.constants, "BLOCK_K": min(SHRINK_INPUTS, triton.next_power_of_2(inputs))},
+            **{**own.sizes, "PDL": pdl},
+        }
+        tensors = [x, shrunk, tiles.counts, tiles.tiles, tiles.order]
+        more = [*pools, own.slots, own.table]
+        maps = [own.maps[each] for each in both]
+        arguments = [*tensors, tokens, *more, *maps, self.layer, pools[0].shape[1]]
+        kinds = (x.device, x.dtype, pools[0].dtype, tokens % 16 == 0, tokens == 1)
+        key = (*kinds, aligned(*tensors, *more), *constants.values())
+        grid = (tiles.programs[0], len(projections), tiles.programs[1])
+        options = _options(x.device, 4 if tiles.size <= FEW_IN_TILE else 8)
+        _SHRINK_TILE(key, grid, arguments, constants, options)
+        bt = tuple(own.pools[each][1] for each in projections)
+        return ShrunkPairs(own, shrunk, bt, projections, self.layer)
 
     def _shrunk(
         self,

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from modeling.layers.triton_expert_tiles import tile_delta, tile_of
 from modeling.triton_pairs import (
     COUNTED,
     UNSPECIALIZED,
@@ -103,34 +104,21 @@ def tiles_kernel(
         tl.store(tiles + t * 2, tl.full([BLOCK], -1, tl.int32), mask=t < most)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def tile_of(
-    counts: "Any", tiles: "Any", TILED: tl.constexpr, PAIRS: tl.constexpr
-) -> "Any":
-    """A program's expert, its first pair there, and how many pairs the expert has.
-
-    TILED: program (tile, block), else (share of the pairs, block, expert).
-    """
-    first, expert = tl.program_id(0) * PAIRS, tl.program_id(2)
-    if TILED:
-        tile = tiles + tl.program_id(0) * 2
-        expert = tl.load(tile)
-        first = tl.load(tile + 1, mask=expert >= 0, other=0)
-    count = tl.load(counts + expert, mask=expert >= 0, other=0)
-    return tl.maximum(expert, 0).to(tl.int64), first, count
-
-
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=UNSPECIALIZED)  # type: ignore[untyped-decorator]
 def up_kernel(
     x: "Any", weight: "Any", inner: "Any", counts: "Any", tiles: "Any", table: "Any",
     deltas: "Any", num_tokens: "Any",
+    shrunk: "Any", bt0: "Any", bt1: "Any", slots: "Any", pages: "Any",
+    map0: "Any", map1: "Any", layer: "Any", num_pages: "Any",
     INPUTS: tl.constexpr, WIDTH: tl.constexpr, ACTIVE: tl.constexpr,
     PAIRS: tl.constexpr, TILED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    DELTAS: tl.constexpr, PDL: tl.constexpr,
+    MADE: tl.constexpr,
+    DELTAS: tl.constexpr, MAPS: tl.constexpr, STRIDE: tl.constexpr, PAGES: tl.constexpr,
+    WIDE: tl.constexpr, PDL: tl.constexpr,
 ) -> None:
     """One block of an expert's inner columns, gate and up, for up to PAIRS of its pairs.
 
-    deltas: float32 [2, pairs, WIDTH], added to gate and up.
+    deltas: with MADE, float32 [2, pairs, WIDTH], added to gate and up.
     """
     if PDL:
         gdc_wait()
@@ -150,31 +138,44 @@ def up_kernel(
         own = deltas + pair[None, :].to(tl.int64) * WIDTH + n[:, None]
         behind = num_tokens * (ACTIVE * WIDTH)
         # Loaded now, to be there when the products are, where there are registers for them.
-        if DELTAS and PAIRS <= 32:
+        if MADE and PAIRS <= 32:
             of_gate = tl.load(own, mask=live[None, :], other=0.0)
             of_up = tl.load(own + behind, mask=live[None, :], other=0.0)
         for k0 in range(0, INPUTS, BLOCK_K):
             x_tile = tl.load(rows + k0, mask=live[None, :], other=0.0)
             gate = tl.dot(tl.load(gates + k0), x_tile, gate)
             up = tl.dot(tl.load(ups + k0), x_tile, up)
-        if DELTAS and PAIRS > 32:
+        if MADE and PAIRS > 32:
             of_gate = tl.load(own, mask=live[None, :], other=0.0)
             of_up = tl.load(own + behind, mask=live[None, :], other=0.0)
-        if DELTAS:
+        if MADE:
             gate += of_gate
             up += of_up
+        if DELTAS:
+            gate = tile_delta(
+                gate, shrunk, bt0, slots, pages, pair, live, map0, expert, n, layer, num_pages,
+                WIDTH, ACTIVE, MAPS, STRIDE, PAGES, WIDE,
+            )
+            up = tile_delta(
+                up, shrunk + num_tokens * (ACTIVE * PAGES * 8), bt1, slots, pages, pair, live, map1,
+                expert, n, layer, num_pages, WIDTH, ACTIVE, MAPS, STRIDE, PAGES, WIDE,
+            )
         value = gate * tl.sigmoid(gate) * up
         out = inner + pair[None, :] * WIDTH + n[:, None]
         tl.store(out, value.to(inner.dtype.element_ty), mask=live[None, :])
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=UNSPECIALIZED)  # type: ignore[untyped-decorator]
 def down_kernel(
     inner: "Any", weight: "Any", shares: "Any", out: "Any",
     counts: "Any", tiles: "Any", table: "Any", num_tokens: "Any",
+    shrunk: "Any", bt: "Any", slots: "Any", pages: "Any",
+    map0: "Any", layer: "Any", num_pages: "Any",
     INPUTS: tl.constexpr, WIDTH: tl.constexpr, ACTIVE: tl.constexpr,
     PAIRS: tl.constexpr, TILED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    LINE: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr,
+    LINE: tl.constexpr, LINES: tl.constexpr,
+    DELTAS: tl.constexpr, MAPS: tl.constexpr, STRIDE: tl.constexpr, PAGES: tl.constexpr,
+    WIDE: tl.constexpr, PDL: tl.constexpr,
 ) -> None:
     """One block of an expert's outputs for up to PAIRS of its pairs, by the pairs' weights."""
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -197,6 +198,11 @@ def down_kernel(
         for k0 in range(0, INPUTS, BLOCK_K):
             inner_tile = tl.load(rows + k0, mask=live[None, :], other=0.0)
             acc = tl.dot(tl.load(matrix + k0), inner_tile, acc)
+        if DELTAS:
+            acc = tile_delta(
+                acc, shrunk, bt, slots, pages, pair, live, map0, expert, n, layer, num_pages,
+                WIDTH, ACTIVE, MAPS, STRIDE, PAGES, WIDE,
+            )
         acc *= tl.load(shares + pair, mask=live, other=0.0).to(tl.float32)[None, :]
         tl.store(
             out + pair[None, :] * WIDTH + n[:, None], acc.to(out.dtype.element_ty),

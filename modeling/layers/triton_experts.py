@@ -10,7 +10,8 @@ p: a pair of a token t(p) and one of the experts that compute it, e(p); w: its w
 * More tokens: a table has the pairs of each expert, and a program reads a tile of one expert's
   weights once for many pairs, which are the narrow side of the tensor cores' instruction. An expert
   without pairs costs an empty program, or, in steps of prompts, none. In which order an expert's
-  pairs lie in the table is left to chance; no pair's result depends on it.
+  pairs lie in the table is left to chance; no pair's result depends on it. What adapters change is
+  computed pair by pair, or, in steps of more tokens, for all of a tile's pairs of one adapter.
 
 Launches are programmatic dependent ones, as in `modeling.layers.triton`.
 """
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from modeling.layers.triton_expert_deltas import (
     LayerDeltas,
+    PairTiles,
     ShrunkPairs,
     enter_pairs,
     sum_pairs,
@@ -84,6 +86,10 @@ PROMPT_CUTS = (
 )
 """Of more tokens than CUTS have, as measured with the same experts. Of more pairs an expert than
 these have, a library's grouped products were not compared."""
+
+DELTA_TILES_FROM: int | None = None
+"""Tokens of a step from which deltas are computed tile by tile instead of pair by pair. None: in no
+step, until they were compared on a GPU."""
 
 LEAST = 32
 """Of which an expert's sizes are multiples: smaller tiles are too slow."""
@@ -197,23 +203,29 @@ def _by_expert(
     out = torch.empty(tokens * active, hidden, dtype=x.dtype, device=x.device)
     pdl = has_dependent_launch(x.device)
     kinds = (x.device, x.dtype, shares.dtype, ids.dtype, tokens % 16 == 0, tokens == 1)
-    added = enter_pairs(x, ids, counts, table, deltas)
+    has_tiles = DELTA_TILES_FROM is not None and tokens >= DELTA_TILES_FROM
+    by_tile, by_pair = (deltas, None) if has_tiles else (None, deltas)
+    added = enter_pairs(x, ids, counts, table, by_pair)
     tiles, programs = _tiles(cut, counts, tokens, active)
-    of_pairs = {"PAIRS": cut.pairs, "TILED": cut.tiled}
-    constants = {"INPUTS": hidden, "WIDTH": width, "ACTIVE": active, **of_pairs}
-    constants |= _sizes(cut.up) | {"DELTAS": deltas is not None, "PDL": pdl}
+    own = PairTiles(counts, tiles, table, active, cut.pairs, cut.tiled, programs)
+    shrunk = None if by_tile is None else by_tile.shrink_up_tiles(x, own)
+    constants = {"INPUTS": hidden, "WIDTH": width, "ACTIVE": active, **own.constants}
+    constants |= _sizes(cut.up) | {"MADE": by_pair is not None, "PDL": pdl}
     grid = (programs[0], width // cut.up.outputs, programs[1])
     tensors = [x, up, inner, counts, tiles, table, added, tokens]
+    tensors = _with_deltas(shrunk, tensors, constants, 2)
     key = (kinds, _alike(tensors), *constants.values())
     _UP(key, grid, tensors, constants, _options(cut.up, pdl))
-    shrunk = None if deltas is None else deltas.shrink_down(inner, ids, count)
-    constants = {"INPUTS": width, "WIDTH": hidden, "ACTIVE": active, **of_pairs}
+    shrunk = None if by_tile is None else by_tile.shrink_down_tiles(inner, own)
+    after = None if by_pair is None else by_pair.shrink_down(inner, ids, count)
+    constants = {"INPUTS": width, "WIDTH": hidden, "ACTIVE": active, **own.constants}
     constants |= _sizes(cut.down) | _lines(width) | {"PDL": pdl}
     grid = (programs[0], hidden // cut.down.outputs, programs[1])
     tensors = [inner, down, shares, out, counts, tiles, table, tokens]
+    tensors = _with_deltas(shrunk, tensors, constants, 1)
     key = (kinds, _alike(tensors), *constants.values())
     _DOWN(key, grid, tensors, constants, _options(cut.down, pdl))
-    return sum_pairs(out, counts, ids, shares, deltas, shrunk)
+    return sum_pairs(out, counts, ids, shares, by_pair, after)
 
 
 def _tiles(

@@ -57,11 +57,16 @@ def test_routing(tokens: int, hidden: int, summed: bool) -> None:
         assert not zeros.any()
 
 
+@pytest.mark.parametrize("tiles_from", [None, 3])
 @pytest.mark.parametrize("tokens", [1, 2, 3, 64, 250, 800, 2048])
-def test_experts_adapted(tokens: int) -> None:
+def test_experts_adapted(
+    tokens: int, tiles_from: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Tokens of adapters beside tokens without, in the second layer."""
     kernels = pytest.importorskip("modeling.layers.triton_experts")
     from modeling.triton_pairs import PairDeltas
+
+    monkeypatch.setattr(kernels, "DELTA_TILES_FROM", tiles_from)
 
     count, active, hidden, width, slots = 24, 3, 1024, 256, 3
     up = torch.randn(count, 2 * width, hidden, device=CUDA).mul(0.05).bfloat16()

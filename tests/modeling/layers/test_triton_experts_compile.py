@@ -20,6 +20,9 @@ TYPES = {
     torch.int64: "*i64",
 }
 HIDDEN, INNER, EXPERTS, LAYERS, POOL = 2048, 768, 32, 2, 64
+STEPS: list[tuple[int, int | None]] = [(tokens, None) for tokens in (1, 4, 16, 256, 512)]
+STEPS += [(tokens, tokens) for tokens in (64, 256, 512, 1024)]
+"""Tokens of steps, and from how many on deltas are computed tile by tile."""
 
 
 class Compiled:
@@ -78,7 +81,8 @@ def test_they_compile(pages: int, active: int, monkeypatch: pytest.MonkeyPatch) 
     up, down = numbers(EXPERTS, 2 * INNER, HIDDEN), numbers(EXPERTS, HIDDEN, INNER)
     counts = torch.zeros(EXPERTS, dtype=torch.int32)
     table = torch.zeros(4, len(pools), EXPERTS, pages, dtype=torch.int32)
-    for tokens in (1, 4, 16, 256, 512):
+    for tokens, tiles_from in STEPS:
+        monkeypatch.setattr(triton_experts, "DELTA_TILES_FROM", tiles_from)
         slots, ids = torch.zeros(tokens).int(), torch.zeros(tokens, active).long()
         deltas = triton_pairs.PairDeltas(slots, table, pools, (0, 1, 2))
         own = triton_expert_deltas.LayerDeltas(deltas, (0, 1), 2, 0)
@@ -88,3 +92,4 @@ def test_they_compile(pages: int, active: int, monkeypatch: pytest.MonkeyPatch) 
         of_pairs = ids.flatten(), torch.zeros(tokens * active).long()
         deltas.add(y, pairs, *of_pairs, 0, 0, EXPERTS, 0)
     assert {"_shrink", "_expand", "down_of_token_kernel", "sum_deltas_kernel"} < compiled.names
+    assert "shrink_tile_kernel" in compiled.names

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.modeling.attention.test_triton_interpreted import Interpreted
+from tests.modeling.watched_memory import spoil_new_memory, watch_bounds
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1"
@@ -33,7 +34,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch, is_tiled: bool) -> Any:
 
     for module, names in (
         (kernels, ("_TILES", "_UP", "_DOWN", "_UP_OF_PAIR", "_DOWN_OF_TOKEN")),
-        (triton_expert_deltas, ("_ENTER", "_ENTER_DELTAS", "_SUM", "_SUM_DELTAS")),
+        (triton_expert_deltas, ("_ENTER", "_ENTER_DELTAS", "_SUM", "_SUM_DELTAS", "_SHRINK_TILE")),
     ):
         for name in names:
             monkeypatch.setattr(module, name, Interpreted(getattr(module, name)._kernel))
@@ -109,13 +110,22 @@ def delta(x: Tensor, table: Tensor, pool: tuple[Tensor, Tensor], slot: int, expe
     return added
 
 
+@pytest.mark.parametrize("tiles_from", [None, 3])
 @pytest.mark.parametrize(("tokens", "active", "is_tiled"), STEPS)
 def test_experts_adapted(
-    monkeypatch: pytest.MonkeyPatch, tokens: int, active: int, is_tiled: bool
+    monkeypatch: pytest.MonkeyPatch,
+    tokens: int,
+    active: int,
+    is_tiled: bool,
+    tiles_from: int | None,
 ) -> None:
+    """Within bounds; tiles_from: tokens whose deltas are computed by tiles."""
     kernels = interpreted(monkeypatch, is_tiled)
     from modeling import triton_pairs
 
+    watch_bounds(monkeypatch)
+    spoil_new_memory(monkeypatch)
+    monkeypatch.setattr(kernels, "DELTA_TILES_FROM", tiles_from)
     for name in ("_SHRINK", "_EXPAND"):
         monkeypatch.setattr(triton_pairs, name, Interpreted(getattr(triton_pairs, name)._kernel))
     count, hidden, width, at = 6, 128, 96, 1
