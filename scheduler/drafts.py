@@ -59,6 +59,7 @@ class Drafter:
         self._resume_at: int | None = None
         self._distance = 0
         self._is_lost = False
+        self._expected: dict[int, float] = {}
 
     @property
     def chance(self) -> float:
@@ -67,8 +68,11 @@ class Drafter:
 
     def expected(self, length: int) -> float:
         """Tokens of a draft that will probably be accepted."""
+        if (known := self._expected.get(length)) is not None:
+            return known
         chance = self.chance
-        return chance * (1 - chance**length) / (1 - chance)
+        self._expected[length] = found = chance * (1 - chance**length) / (1 - chance)
+        return found
 
     def expect_again(self, num_tokens: int) -> None:
         """Expect more again, if little was expected for a while; the request has so many tokens."""
@@ -80,6 +84,7 @@ class Drafter:
             self._resume_at = None
             self._rest = min(2 * self._rest, LONGEST_REST)
             self._right, self._wrong = AGAIN
+            self._expected.clear()
 
     def find(
         self, tokens: Sequence[int], length: int, guessed: Sequence[int] = ()
@@ -143,6 +148,7 @@ class Drafter:
         self.num_drafted += num_drafted
         self._right = FADING * self._right + num_accepted
         self._wrong = FADING * self._wrong + (num_accepted < num_drafted)
+        self._expected.clear()
         if num_accepted >= SHORT:
             self._rest = SHORTEST_REST
         if num_drafted:
