@@ -202,6 +202,9 @@ DRAFT_LENGTHS = (1, 3, 8)
 With the token before them, 64 requests have 128 and 256 tokens, which GPUs multiply in whole tiles.
 """
 
+MOST_DRAFTED = 512
+"""Tokens of all drafts of a step, at most."""
+
 
 class SpeculationConfig(Config):
     """Speculation.

@@ -14,7 +14,7 @@ samples, guesses of what follows them. A request that has heads waits for them w
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
-from configs.engine import DRAFT_LENGTHS
+from configs.engine import DRAFT_LENGTHS, MOST_DRAFTED
 from configs.wire.plan import StepRow, num_right
 from scheduler.admission.limits import Limits
 from scheduler.draft_costs import DraftCosts
@@ -76,7 +76,7 @@ class Drafting:
         found = [(each, self._found(each, most)) for each in may]
         drafters = [(each.drafter, len(draft)) for each, draft in found]
         length = self._length(len(ready), drafters, most, margin)
-        step.draft_length, budget = length, step.budget - len(ready)
+        step.draft_length, budget = length, min(step.budget - len(ready), MOST_DRAFTED)
         for request, draft in found:
             if own := draft[: min(length, max(0, budget))]:
                 drafts[request.serial] = own
@@ -110,20 +110,24 @@ class Drafting:
         must be so many times those without.
         """
         best, rate = 0, margin * rows / self.costs.of(rows, 0)
-        for length in _lengths(most):
+        for length in _lengths(most, len(drafters)):
             tokens = rows + sum(each.expected(min(length, found)) for each, found in drafters)
             if tokens / self.costs.of(rows, length) > rate:
                 best, rate = length, tokens / self.costs.of(rows, length)
         if not best:
-            for length in _lengths(most):
+            for length in _lengths(most, len(drafters)):
                 self.costs.forget(rows, length)
         return best
 
 
-def _lengths(most: int) -> list[int]:
-    """The lengths that are tried, ascending; the ranks have captured steps for the first ones."""
+def _lengths(most: int, rows: int) -> list[int]:
+    """The lengths that are tried, ascending; the ranks have captured steps for the first ones.
+
+    rows: of which each may have a draft.
+    """
     longer = (*DRAFT_LENGTHS, 16, 32, 64)
-    return [min(length, most) for before, length in pairwise((0, *longer)) if before < most]
+    found = [min(length, most) for before, length in pairwise((0, *longer)) if before < most]
+    return [length for length in found if length * rows <= MOST_DRAFTED]
 
 
 def _waits(request: Request) -> bool:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from configs.engine import SpeculationConfig
+from configs.engine import MOST_DRAFTED, SpeculationConfig
 from configs.wire.plan import RequestJoin, StepRow
 from configs.wire.sampling import ALL_PARAMETERS, Sampling
 from modeling.batch import ForwardBatch
@@ -37,9 +37,9 @@ def widest_step(
     blocks = [list(range(slot * count, (slot + 1) * count)) for slot in slots]
     batch = _prefill(blocks, length, -1, WIDEST)
     drafts = (0,) * min(speculation.most_tokens, length - 1)
-    own = batch.rows[: speculation.max_running]
-    drafted = [msgspec.structs.replace(row, drafts=drafts) for row in own]
-    return ForwardBatch(batch.joins, drafted + batch.rows[speculation.max_running :])
+    count = min(speculation.max_running, MOST_DRAFTED // max(1, len(drafts)))
+    drafted = [msgspec.structs.replace(row, drafts=drafts) for row in batch.rows[:count]]
+    return ForwardBatch(batch.joins, drafted + batch.rows[count:])
 
 
 def warmup_batches(

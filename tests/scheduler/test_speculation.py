@@ -295,3 +295,16 @@ def test_drafts_are_as_long_as_pays(draft_s: float, accepted: int, expected: int
     found = drafting.plan([request, Series(1)._requests[0]], step, Limits(max_draft_tokens=4))
     assert step.draft_length == expected
     assert [len(each or ()) for each in found.values()] == ([expected] if expected else [])
+
+
+def test_a_step_has_so_many_drafted_tokens_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts have 1, 3 or 4 tokens; with 10 for four requests, one each."""
+    monkeypatch.setattr(speculation, "MOST_DRAFTED", 10)
+    monkeypatch.setattr(speculation, "MARGIN", 0.0)
+    world = World()
+    for index in range(4):
+        world.add(index)
+    plan = world.plan()
+    world.apply(plan, *[4] * len(plan.rows))
+    drafts = [len(row.drafts) for row in world.plan().rows]
+    assert drafts == [1] * 4
