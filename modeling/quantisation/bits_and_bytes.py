@@ -7,6 +7,7 @@ unrounded if one token has such a number there; here a token depends on itself a
 """
 
 import json
+import math
 from collections.abc import Sequence
 from typing import Any, Self
 
@@ -18,7 +19,7 @@ from modeling.quantisation.base import QuantisedWeight
 from modeling.quantisation.integers import Groups, IntegerWeight
 from modeling.quantisation.stored_fp8 import indices
 from sharding.checkpoint import CheckpointError
-from sharding.linear_weight import LinearPart, LinearWeight
+from sharding.linear_weight import DenseWeight, LinearPart, LinearWeight
 from sharding.loader import Weights
 
 BLOCK = 64
@@ -112,19 +113,29 @@ def read_int8(weights: Weights, part: LinearPart, how: Quantisation) -> Int8Weig
     return Int8Weight(codes.contiguous(), scales, weights.dtype, how.threshold)
 
 
-def read_four_bits(weights: Weights, part: LinearPart, how: Quantisation) -> IntegerWeight:
-    """Read what the package stored in 4 bits: two codes a byte, all rows of a matrix in one."""
+def read_four_bits(weights: Weights, part: LinearPart, how: Quantisation) -> LinearWeight:
+    """Read what the package stored in 4 bits: two codes a byte, all rows of a matrix in one.
+
+    Maps of which blocks hold parts of several rows (Gemma 3n has small ones) become numbers.
+    """
     name = f"{part.name}.weight"
     state = _state(weights, name)
     block = int(state["blocksize"])
     if tuple(state["shape"]) != part.shape:
         raise CheckpointError(f"{name} has shape {state['shape']}, the model needs {part.shape}")
-    check_blocks(part, block)
+    is_whole = part.shape[1] % block == 0
+    if is_whole:
+        check_blocks(part, block)
     # Whole on the device for as long as it is cut: its rows are not the file's.
     packed = weights.read_stored(name, weights.stored_shape(name))
     largest = _largest(weights, name, state)
     code = weights.read(f"{name}.quant_map", (16,), dtype=torch.float32)
-    return _four_bits(packed, largest, code, part.shape, block, weights.dtype, part)
+    if is_whole:
+        return _four_bits(packed, largest, code, part.shape, block, weights.dtype, part)
+    scales = largest.repeat_interleave(block)[: math.prod(part.shape)]
+    matrix = (code[_codes(packed)[: len(scales)].long()] * scales).view(part.shape)
+    rows, columns = (indices(own, matrix.device) for own in (part.rows, part.columns))
+    return DenseWeight(matrix[rows][:, columns].to(weights.dtype))
 
 
 def _state(weights: Weights, name: str) -> dict[str, Any]:
@@ -160,9 +171,8 @@ def _four_bits(
     dtype: torch.dtype,
     part: LinearPart | None = None,
 ) -> IntegerWeight:
-    """Take the package's bytes apart, the first code high; part: what this rank keeps of them."""
-    flat = packed.flatten().view(torch.uint8)
-    codes = torch.stack((flat >> 4, flat & 15), dim=-1).view(shape)
+    """Keep the package's codes; part: what this rank has of them."""
+    codes = _codes(packed).view(shape)
     scales = largest.view(shape[0], -1)
     if part is not None:
         rows, own = indices(part.rows, codes.device), indices(part.columns, codes.device)
@@ -170,6 +180,12 @@ def _four_bits(
     group_of = torch.arange(codes.shape[1], device=codes.device) // block
     groups = Groups(scales.contiguous(), None, group_of, block)
     return IntegerWeight(codes.contiguous(), groups, 4, dtype, code.to(codes.device))
+
+
+def _codes(packed: Tensor) -> Tensor:
+    """Take the package's bytes apart, the first code high."""
+    flat = packed.flatten().view(torch.uint8)
+    return torch.stack((flat >> 4, flat & 15), dim=-1).flatten()
 
 
 def _package() -> Any:
