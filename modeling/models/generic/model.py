@@ -85,6 +85,9 @@ class GenericForCausalLM(nn.Module):
         self.unread = (*self.unread, *_unread(self.causal), *_unread_layers(architecture))
         # Llama 4 scales queries by positions that it counts itself.
         self._counts_positions = bool(getattr(self.causal.config, "attn_temperature_tuning", False))
+        padded = architecture.padded_tokens
+        self._padded = torch.tensor(padded, device=self.device) if padded else None
+        self._pad_token = architecture.pad_token
         prefix = _prefix(self.causal)
         names = SourceNames(self.causal, weights.names())
         for target, name in names.plain().items():
@@ -211,6 +214,9 @@ class GenericForCausalLM(nn.Module):
     def _decode(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         """int64 [tokens] each to [tokens, hidden]."""
         options: dict[str, Any] = {"use_cache": False}
+        if self._padded is not None:
+            is_padded = (input_ids[:, None] == self._padded).any(1)
+            input_ids = torch.where(is_padded, self._pad_token, input_ids)
         if self._counts_positions:
             options["attention_mask"] = MASKS
             options[self._cache_name] = PositionsAsLength(position_ids)
