@@ -242,6 +242,13 @@ class GenericForCausalLM(nn.Module):
             logger.info("q and k are rotated by transformers' code: %s", error)
             undo_rotations(self.causal)
             return self._learn_layers()
+        except (ArchitectureError, torch.OutOfMemoryError):
+            raise
+        except NOT_TAKEN as error:
+            raise ArchitectureError(
+                f"transformers' {self.causal.config.model_type} cannot be computed by this "
+                f"config.json, as its fields do not fit each other: {error!r}"
+            ) from error
         self._norms = find_norms(self.causal, self._plan, shapes, len(PROBE))
         layers = forms.layers(self.num_layers)
         check_windows(self._decoder.config, layers, self._longest)
@@ -347,8 +354,8 @@ def _config(settings: Mapping[str, Any]) -> Any:
             f"transformers {transformers.__version__} does not know model_type {kind}: install a "
             "newer one"
         )
-    # Code of the repository is not run: the type is transformers' own.
-    own = {key: value for key, value in settings.items() if key != "auto_map"}
+    # Code of the repository is not run: the type is transformers' own. Outputs are read by name.
+    own = {key: settings[key] for key in settings if key not in ("auto_map", "return_dict")}
     try:
         return CONFIG_MAPPING[kind].from_dict(own)
     except NOT_TAKEN as error:
