@@ -86,11 +86,19 @@ def round_int8(matrix: Tensor, largest: Tensor, dtype: torch.dtype) -> Int8Weigh
     return Int8Weight(codes, scales, dtype, THRESHOLD)
 
 
-def round_nf4(matrix: Tensor, dtype: torch.dtype) -> IntegerWeight:
-    """Round a matrix [out, in] to nf4 by the package; in: a multiple of 64."""
+def round_nf4(matrix: Tensor, dtype: torch.dtype) -> LinearWeight:
+    """Round a matrix [out, in] to nf4 by the package; a whole one where in is no multiple of 64."""
     functional = _package()
     packed, state = functional.quantize_4bit(matrix.contiguous(), blocksize=BLOCK, quant_type="nf4")
+    if matrix.shape[1] % BLOCK:
+        numbers = _numbers(packed, state.absmax, state.code, matrix.shape, BLOCK)
+        return DenseWeight(numbers.to(dtype))
     return _four_bits(packed, state.absmax, state.code, tuple(matrix.shape), BLOCK, dtype)
+
+
+def is_whole(part: LinearPart) -> bool:
+    """Return whether this rank has all of a map."""
+    return part.local_shape == part.shape
 
 
 def check_blocks(part: LinearPart, block: int = BLOCK) -> None:
@@ -123,17 +131,16 @@ def read_four_bits(weights: Weights, part: LinearPart, how: Quantisation) -> Lin
     block = int(state["blocksize"])
     if tuple(state["shape"]) != part.shape:
         raise CheckpointError(f"{name} has shape {state['shape']}, the model needs {part.shape}")
-    is_whole = part.shape[1] % block == 0
-    if is_whole:
+    has_whole_rows = part.shape[1] % block == 0
+    if has_whole_rows:
         check_blocks(part, block)
     # Whole on the device for as long as it is cut: its rows are not the file's.
     packed = weights.read_stored(name, weights.stored_shape(name))
     largest = _largest(weights, name, state)
     code = weights.read(f"{name}.quant_map", (16,), dtype=torch.float32)
-    if is_whole:
+    if has_whole_rows:
         return _four_bits(packed, largest, code, part.shape, block, weights.dtype, part)
-    scales = largest.repeat_interleave(block)[: math.prod(part.shape)]
-    matrix = (code[_codes(packed)[: len(scales)].long()] * scales).view(part.shape)
+    matrix = _numbers(packed, largest, code, part.shape, block)
     rows, columns = (indices(own, matrix.device) for own in (part.rows, part.columns))
     return DenseWeight(matrix[rows][:, columns].to(weights.dtype))
 
@@ -180,6 +187,15 @@ def _four_bits(
     group_of = torch.arange(codes.shape[1], device=codes.device) // block
     groups = Groups(scales.contiguous(), None, group_of, block)
     return IntegerWeight(codes.contiguous(), groups, 4, dtype, code.to(codes.device))
+
+
+def _numbers(
+    packed: Tensor, largest: Tensor, code: Tensor, shape: tuple[int, ...], block: int
+) -> Tensor:
+    """Make float32 numbers of codes in blocks that may hold parts of several rows."""
+    scales = largest.repeat_interleave(block)[: math.prod(shape)]
+    values = code.to(scales.device)[_codes(packed)[: len(scales)].long()]
+    return (values * scales).view(shape)
 
 
 def _codes(packed: Tensor) -> Tensor:

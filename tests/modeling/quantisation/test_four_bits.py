@@ -7,11 +7,12 @@ import torch
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from safetensors.torch import save_file
 
+from configs.model import Quantize
 from configs.quantisation import Quantisation, WeightFormat
-from modeling.quantisation.formats import StoredFormat
+from modeling.quantisation.formats import StoredFormat, linear_format
 from sharding.checkpoint import SafetensorsCheckpoint
 from sharding.group import SingleRank
-from sharding.linear_weight import LinearPart
+from sharding.linear_weight import LinearPart, LinearWeight
 from sharding.loader import Weights
 
 HOW = Quantisation(method="bitsandbytes", format=WeightFormat.NF4, bits=4)
@@ -34,3 +35,21 @@ def test_rows_within_blocks_are_the_packages_numbers(
     found = StoredFormat(HOW).read(weights, [LinearPart("map", shape, rows, columns)])
     wanted = dequantize_4bit(packed, state)[1:]
     assert torch.equal(found[:], torch.cat([wanted[:, :2], wanted[:, 3:]], dim=1))
+
+
+@pytest.mark.parametrize("shape", [(4, 4), (9, 33)])
+def test_rows_within_blocks_at_load(tmp_path: Path, shape: tuple[int, int]) -> None:
+    matrices = {f"{name}.weight": torch.randn(shape) for name in "ab"}
+    save_file(matrices, tmp_path / "model.safetensors")
+    form = linear_format(None, Quantize.BITSANDBYTES_NF4)
+    assert form is not None
+
+    def read(columns: int) -> LinearWeight:
+        weights = Weights(SafetensorsCheckpoint(tmp_path), SingleRank(), torch.float32, CPU)
+        own = ((0, shape[0]),), ((0, columns),)
+        return form.read(weights, [LinearPart(name, shape, *own) for name in "ab"])
+
+    wanted = [dequantize_4bit(*quantize_4bit(each, quant_type="nf4")) for each in matrices.values()]
+    assert torch.equal(read(shape[1])[:], torch.cat(wanted))
+    with pytest.raises(ValueError, match="not whole blocks of 64"):
+        read(shape[1] - 1)
