@@ -207,7 +207,6 @@ def _awq(given: Mapping[str, Any]) -> Quantisation:
 def _bitsandbytes(given: Mapping[str, Any]) -> Quantisation:
     _only(given, "bitsandbytes", {"llm_int8_has_fp16_weight": (False, None)})
     if given.get("load_in_4bit"):
-        _only(given, "bitsandbytes", {"bnb_4bit_quant_storage": ("uint8", None)})
         return Quantisation(method="bitsandbytes", format=WeightFormat.NF4, bits=4)
     return Quantisation(
         method="bitsandbytes",

@@ -7,6 +7,7 @@ import torch
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from safetensors.torch import save_file
 
+from configs.architectures.quantisation import parse_quantisation
 from configs.model import Quantize
 from configs.quantisation import Quantisation, WeightFormat
 from modeling.quantisation.formats import StoredFormat, linear_format
@@ -35,6 +36,26 @@ def test_rows_within_blocks_are_the_packages_numbers(
     found = StoredFormat(HOW).read(weights, [LinearPart("map", shape, rows, columns)])
     wanted = dequantize_4bit(packed, state)[1:]
     assert torch.equal(found[:], torch.cat([wanted[:, :2], wanted[:, 3:]], dim=1))
+
+
+@pytest.mark.parametrize("storage", [torch.bfloat16, torch.float32])
+def test_codes_may_be_stored_as_floats(tmp_path: Path, storage: torch.dtype) -> None:
+    """bnb_4bit_quant_storage, as FSDP needs it to shard them beside other weights."""
+    packed, state = quantize_4bit(torch.randn(6, 128), quant_type="nf4", quant_storage=storage)
+    assert packed.dtype is storage
+    own = {f"map.weight.{name}": each for name, each in state.as_dict(packed=True).items()}
+    save_file({"map.weight": packed, **own}, tmp_path / "model.safetensors")
+    weights = Weights(SafetensorsCheckpoint(tmp_path), SingleRank(), torch.float32, CPU)
+    given = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    storage_name = str(storage).removeprefix("torch.")
+    how = parse_quantisation(
+        {"quantization_config": {**given, "bnb_4bit_quant_storage": storage_name}}
+    )
+    assert how is not None
+    part = LinearPart("map", (6, 128), ((0, 6),), ((64, 128),))
+    assert torch.equal(
+        StoredFormat(how).read(weights, [part])[:], dequantize_4bit(packed, state)[:, 64:]
+    )
 
 
 @pytest.mark.parametrize("shape", [(4, 4), (9, 33)])
