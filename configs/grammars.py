@@ -59,6 +59,9 @@ def tokenizer_of(folder: Path, vocab_size: int) -> "LLTokenizer":
 
     ends = [id for id in end_token_ids(folder) if id < vocab_size]
     described = _description(folder)
+    # Files often add tokens that the model was never resized for: it cannot sample them.
+    added = [token for token in described["added_tokens"] if token["id"] < vocab_size]
+    described["added_tokens"] = added
     _rename_special_tokens(described, ends)
     return LLTokenizer(json.dumps(described), n_vocab=vocab_size, eos_token=ends or None)
 

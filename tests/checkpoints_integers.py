@@ -1,4 +1,4 @@
-"""Checkpoints in integers of 4 bits, written by the published rules of GPTQ's and AWQ's files.
+"""Checkpoints in integers of 4 or 8 bits, written by the published rules of GPTQ's and AWQ's files.
 
 Of modules as they are, whether linear layers or single experts. tests/modeling/quantisation/
 test_packed.py compares the same readers with files that the package gptqmodel wrote.
@@ -28,13 +28,15 @@ Tensors = dict[str, Tensor]
 class Integers:
     """A matrix [out, in] as (code - zero) * scale.
 
-    codes: [out, in]. zeros: [out, groups]. scales: float16 of that shape. group_of: [in].
+    codes: [out, in]. zeros: [out, groups]. scales: float16 of that shape. group_of: [in]. bits: of
+    a code.
     """
 
     codes: Tensor
     zeros: Tensor
     scales: Tensor
     group_of: Tensor
+    bits: int = 4
 
     @property
     def numbers(self) -> Tensor:
@@ -43,8 +45,11 @@ class Integers:
         return values.float() * self.scales.float()[:, self.group_of]
 
 
-def rounded(matrix: Tensor, group: int, symmetric: bool, order: Tensor | None = None) -> Integers:
+def rounded(
+    matrix: Tensor, group: int, symmetric: bool, order: Tensor | None = None, bits: int = 4
+) -> Integers:
     """Round a matrix; group: inputs that share a scale, -1: all. order: [in], of the groups."""
+    middle, last = 2 ** (bits - 1), 2**bits - 1
     inputs = matrix.shape[1]
     group = inputs if group < 0 else group
     place = torch.arange(inputs) if order is None else torch.argsort(order)
@@ -53,19 +58,19 @@ def rounded(matrix: Tensor, group: int, symmetric: bool, order: Tensor | None = 
     low = torch.stack([part.amin(1) for part in parts], 1).clamp(max=0)
     high = torch.stack([part.amax(1) for part in parts], 1).clamp(min=0)
     if symmetric:
-        scales = torch.maximum(-low, high).div(7).half()
-        zeros = torch.full_like(scales, 8).int()
+        scales = torch.maximum(-low, high).div(middle - 1).half()
+        zeros = torch.full_like(scales, middle).int()
     else:
-        scales = (high - low).div(15).half()
-        zeros = (-low / scales.float()).round().clamp(1, 15).int()
+        scales = (high - low).div(last).half()
+        zeros = (-low / scales.float()).round().clamp(1, last).int()
     whole = scales.float()[:, group_of], zeros[:, group_of]
-    codes = ((matrix / whole[0]).round() + whole[1]).clamp(0, 15).int()
-    return Integers(codes, zeros, scales, group_of)
+    codes = ((matrix / whole[0]).round() + whole[1]).clamp(0, last).int()
+    return Integers(codes, zeros, scales, group_of, bits)
 
 
-def words(codes: Tensor) -> Tensor:
-    """Put eight codes of a row into an int32, the first one low."""
-    parts = codes.long().view(len(codes), -1, 8) << torch.arange(0, 32, 4)
+def words(codes: Tensor, bits: int = 4) -> Tensor:
+    """Put 32 bits of codes of a row into an int32, the first one low."""
+    parts = codes.long().view(len(codes), -1, 32 // bits) << torch.arange(0, 32, bits)
     # As a signed number of 32 bits.
     return (parts.sum(-1) + 2**31).remainder(2**32).sub(2**31).int().contiguous()
 
@@ -73,8 +78,8 @@ def words(codes: Tensor) -> Tensor:
 def gptq(made: Integers) -> Tensors:
     """The tensors of a module in GPTQ's files."""
     return {
-        "qweight": words(made.codes).t().contiguous(),
-        "qzeros": words((made.zeros.t() - 1).contiguous()),
+        "qweight": words(made.codes, made.bits).t().contiguous(),
+        "qzeros": words((made.zeros.t() - 1).contiguous(), made.bits),
         "scales": made.scales.t().contiguous(),
         "g_idx": made.group_of.int(),
         "bias": torch.zeros(len(made.codes), dtype=torch.float16),
@@ -130,6 +135,7 @@ def write_gptq(
     group: int,
     symmetric: bool = False,
     act_order: bool = False,
+    bits: int = 4,
     **more: Any,
 ) -> Path:
     """Write GPTQ's files; see `write_quantised`."""
@@ -138,10 +144,10 @@ def write_gptq(
         # Maps of one input have one order.
         seed = sum(map(ord, re.sub("gate|up|[qkv]_|w[13]", "", path)))
         order = torch.randperm(matrix.shape[1], generator=torch.Generator().manual_seed(seed))
-        made = rounded(matrix, group, symmetric, order if act_order else None)
+        made = rounded(matrix, group, symmetric, order if act_order else None, bits)
         return gptq(made), made.numbers
 
-    settings = {"bits": 4, "group_size": group, "desc_act": act_order, "sym": symmetric}
+    settings = {"bits": bits, "group_size": group, "desc_act": act_order, "sym": symmetric}
     return write_quantised(folder, dense, tensors_of, {"quant_method": "gptq", **settings}, **more)
 
 

@@ -10,6 +10,9 @@ from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 from tests.checkpoints import AdapterRecipe
 from tests.checkpoints_generic import COLUMNS, MIXED, ROWS, SHAPE, WINDOW, randomise
 
+IMAGE = 90
+"""The token that an image takes the place of."""
+
 _TEXT = {**SHAPE, "num_hidden_layers": 2}
 _VISION = {
     "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -126,7 +129,7 @@ def write_stack(folder: Path, kind: str) -> Path:
     """Write a tiny random model of a kind into `folder` and return it."""
     fields, is_flat = dict(STACKS[kind]), kind.endswith("_flat")
     kind = fields.pop("model_type", kind)
-    config = CONFIG_MAPPING[kind](**{**fields, "image_token_id": 90, "image_token_index": 90})
+    config = CONFIG_MAPPING[kind](**{**fields, "image_token_id": IMAGE, "image_token_index": IMAGE})
     auto: Any = AutoModelForImageTextToText
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

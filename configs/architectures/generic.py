@@ -46,10 +46,13 @@ class GenericArchitecture(ModelArchitecture):
 
     settings: the whole config.json, for transformers' own config class.
     expert_parallel: whether ranks have whole experts.
+    padded_tokens: tokens for images and sound, which are embedded as pad_token.
     """
 
     settings: dict[str, Any]
     expert_parallel: bool = False
+    padded_tokens: tuple[int, ...] = ()
+    pad_token: int = 0
 
     def with_expert_parallel(self, wanted: bool) -> Self:
         """The same model; whether it has experts is seen when its modules are built."""

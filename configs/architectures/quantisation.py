@@ -8,7 +8,7 @@ from configs.quantisation import Activations, Quantisation, WeightFormat
 
 SERVED = (
     "compressed-tensors (fp8 weights with fp8 or unquantised activations, and packed integers of "
-    "4 or 8 bits), fp8 in blocks, gptq and awq of 4 bits, bitsandbytes of 4 or "
+    "4 or 8 bits), fp8 in blocks, gptq of 4 or 8 bits, awq of 4 bits, bitsandbytes of 4 or "
     "8 bits, mxfp4 of gpt-oss"
 )
 
@@ -177,8 +177,8 @@ def _group_size(given: Mapping[str, Any]) -> int | None:
 
 def _gptq(given: Mapping[str, Any]) -> Quantisation:
     formats = ("gptq", "gptq_v2", None)
-    wanted = {"bits": (4,), "checkpoint_format": formats, "format": formats}
-    _only(given, "gptq", {**wanted, "is_marlin_format": (False, None), "lm_head": (False, None)})
+    _only(given, "gptq", {"bits": (4, 8), "checkpoint_format": formats, "format": formats})
+    _only(given, "gptq", {"is_marlin_format": (False, None), "lm_head": (False, None)})
     # Patterns after "-:" leave modules as they were, which their tensors show.
     others = [key for key in given.get("dynamic") or {} if not key.startswith("-:")]
     if others:
@@ -207,7 +207,6 @@ def _awq(given: Mapping[str, Any]) -> Quantisation:
 def _bitsandbytes(given: Mapping[str, Any]) -> Quantisation:
     _only(given, "bitsandbytes", {"llm_int8_has_fp16_weight": (False, None)})
     if given.get("load_in_4bit"):
-        _only(given, "bitsandbytes", {"bnb_4bit_quant_storage": ("uint8", None)})
         return Quantisation(method="bitsandbytes", format=WeightFormat.NF4, bits=4)
     return Quantisation(
         method="bitsandbytes",

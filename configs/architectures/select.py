@@ -135,7 +135,11 @@ def _text_stack(name: str, config: Mapping[str, Any]) -> ModelArchitecture:
     found = parse_architecture(text_stack.text_config(name, config))
     if isinstance(found, padded.PaddedArchitecture):
         raise ArchitectureError(f"{name} is served for text by its decoder alone: {found.reason}")
-    return found.model_copy(update={"is_text_stack": True})
+    update: dict[str, Any] = {"is_text_stack": True}
+    if isinstance(found, generic.GenericArchitecture):
+        padded_tokens, pad_token = text_stack.padding_of(found.settings["model_type"], config)
+        update |= {"padded_tokens": padded_tokens, "pad_token": pad_token}
+    return found.model_copy(update=update)
 
 
 def _classifier(name: str, config: Mapping[str, Any]) -> ModelArchitecture:

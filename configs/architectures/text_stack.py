@@ -51,6 +51,9 @@ _DECODERS = {
 _TYPES = {"qwen2_5_vl_text": "qwen2", "qwen2_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
 """Decoders that differ in their positions of images alone: what they are for text."""
 
+_PLACEHOLDERS = {"image_token_id": 258880, "audio_token_id": 258881, "video_token_id": 258884}
+"""What Gemma 4's classes embed as padding where no image or sound comes with it; defaults."""
+
 _CAPPED = frozenset({"gemma4_text", "gemma4_unified_text"})
 """Decoders that are capped by their larger models too."""
 
@@ -142,6 +145,18 @@ def text_config(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
         "architectures": [_DECODERS[kind]],
         **_plain_rope(text),
     }
+
+
+def padding_of(kind: str | None, config: Mapping[str, Any]) -> tuple[tuple[int, ...], int]:
+    """Return the tokens that a larger model embeds as another one, and that one.
+
+    kind: its decoder's `model_type`.
+    """
+    if kind not in _CAPPED:
+        return (), 0
+    found = (config.get(key, default) for key, default in _PLACEHOLDERS.items())
+    pad = config["text_config"].get("pad_token_id") or 0
+    return tuple(token for token in found if token is not None), pad
 
 
 def _is_tied(name: str, config: Mapping[str, Any], text: Mapping[str, Any]) -> bool:

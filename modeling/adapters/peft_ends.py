@@ -269,11 +269,17 @@ def _check_copy(file: TensorFile, key: str, base: BaseRows) -> None:
 
 def _check_vocabulary(key: str, shape: Sequence[int], wanted: tuple[int, ...]) -> None:
     """Refuse a vocabulary or width that differs from the base model's."""
-    if tuple(shape) != wanted:
-        refuse(
-            f"{key} has shape {list(shape)}, this model's is {list(wanted)}: the vocabulary was "
-            "resized, which is not served, or the adapter is for another base model"
-        )
+    if tuple(shape) == wanted:
+        return
+    differs = f"{key} has shape {list(shape)}, this model's is {list(wanted)}"
+    if tuple(shape[1:]) != wanted[1:]:
+        refuse(f"{differs}: the adapter is for another base model")
+    refuse(
+        f"{differs}: the vocabulary was resized, or the adapter is for another base model; serve "
+        f"the base model with resize_token_embeddings({shape[0]}) and saved again, or if no new "
+        "token is needed and this matrix was not trained, save the adapter with "
+        "save_embedding_layers=False"
+    )
 
 
 def _partner(projections: Sequence[Projection], whole: Projection) -> Projection:

@@ -86,6 +86,8 @@ class Targets:
 def read_targets(fields: Mapping[str, object], effort: MatchBudget) -> Targets:
     """Read the fields; ValueError for what PEFT does not accept either."""
     targets = fields.get("target_modules")
+    if targets is None and fields.get("target_parameters"):
+        targets = []
     if targets is None:
         raise ValueError(
             "target_modules is missing: name the modules that were trained; PEFT would guess them "
@@ -127,7 +129,8 @@ def _layers(value: object) -> frozenset[int]:
 
 
 def _lists(value: object) -> tuple[re.Pattern[str], ...]:
-    names = [value] if isinstance(value, str) else value or []
+    # PEFT reads a text of no letters as none.
+    names = [value] if value and isinstance(value, str) else value or []
     # Each is compiled, and compared with every module's path.
     if (
         not isinstance(names, Sequence)

@@ -7,6 +7,7 @@ unrounded if one token has such a number there; here a token depends on itself a
 """
 
 import json
+import math
 from collections.abc import Sequence
 from typing import Any, Self
 
@@ -18,7 +19,7 @@ from modeling.quantisation.base import QuantisedWeight
 from modeling.quantisation.integers import Groups, IntegerWeight
 from modeling.quantisation.stored_fp8 import indices
 from sharding.checkpoint import CheckpointError
-from sharding.linear_weight import LinearPart, LinearWeight
+from sharding.linear_weight import DenseWeight, LinearPart, LinearWeight
 from sharding.loader import Weights
 
 BLOCK = 64
@@ -85,11 +86,19 @@ def round_int8(matrix: Tensor, largest: Tensor, dtype: torch.dtype) -> Int8Weigh
     return Int8Weight(codes, scales, dtype, THRESHOLD)
 
 
-def round_nf4(matrix: Tensor, dtype: torch.dtype) -> IntegerWeight:
-    """Round a matrix [out, in] to nf4 by the package; in: a multiple of 64."""
+def round_nf4(matrix: Tensor, dtype: torch.dtype) -> LinearWeight:
+    """Round a matrix [out, in] to nf4 by the package; a whole one where in is no multiple of 64."""
     functional = _package()
     packed, state = functional.quantize_4bit(matrix.contiguous(), blocksize=BLOCK, quant_type="nf4")
+    if matrix.shape[1] % BLOCK:
+        numbers = _numbers(packed, state.absmax, state.code, matrix.shape, BLOCK)
+        return DenseWeight(numbers.to(dtype))
     return _four_bits(packed, state.absmax, state.code, tuple(matrix.shape), BLOCK, dtype)
+
+
+def is_whole(part: LinearPart) -> bool:
+    """Return whether this rank has all of a map."""
+    return part.local_shape == part.shape
 
 
 def check_blocks(part: LinearPart, block: int = BLOCK) -> None:
@@ -112,19 +121,28 @@ def read_int8(weights: Weights, part: LinearPart, how: Quantisation) -> Int8Weig
     return Int8Weight(codes.contiguous(), scales, weights.dtype, how.threshold)
 
 
-def read_four_bits(weights: Weights, part: LinearPart, how: Quantisation) -> IntegerWeight:
-    """Read what the package stored in 4 bits: two codes a byte, all rows of a matrix in one."""
+def read_four_bits(weights: Weights, part: LinearPart, how: Quantisation) -> LinearWeight:
+    """Read what the package stored in 4 bits: two codes a byte, all rows of a matrix in one.
+
+    Maps of which blocks hold parts of several rows (Gemma 3n has small ones) become numbers.
+    """
     name = f"{part.name}.weight"
     state = _state(weights, name)
     block = int(state["blocksize"])
     if tuple(state["shape"]) != part.shape:
         raise CheckpointError(f"{name} has shape {state['shape']}, the model needs {part.shape}")
-    check_blocks(part, block)
+    has_whole_rows = part.shape[1] % block == 0
+    if has_whole_rows:
+        check_blocks(part, block)
     # Whole on the device for as long as it is cut: its rows are not the file's.
     packed = weights.read_stored(name, weights.stored_shape(name))
     largest = _largest(weights, name, state)
     code = weights.read(f"{name}.quant_map", (16,), dtype=torch.float32)
-    return _four_bits(packed, largest, code, part.shape, block, weights.dtype, part)
+    if has_whole_rows:
+        return _four_bits(packed, largest, code, part.shape, block, weights.dtype, part)
+    matrix = _numbers(packed, largest, code, part.shape, block)
+    rows, columns = (indices(own, matrix.device) for own in (part.rows, part.columns))
+    return DenseWeight(matrix[rows][:, columns].to(weights.dtype))
 
 
 def _state(weights: Weights, name: str) -> dict[str, Any]:
@@ -160,9 +178,8 @@ def _four_bits(
     dtype: torch.dtype,
     part: LinearPart | None = None,
 ) -> IntegerWeight:
-    """Take the package's bytes apart, the first code high; part: what this rank keeps of them."""
-    flat = packed.flatten().view(torch.uint8)
-    codes = torch.stack((flat >> 4, flat & 15), dim=-1).view(shape)
+    """Keep the package's codes; part: what this rank has of them."""
+    codes = _codes(packed).view(shape)
     scales = largest.view(shape[0], -1)
     if part is not None:
         rows, own = indices(part.rows, codes.device), indices(part.columns, codes.device)
@@ -170,6 +187,21 @@ def _four_bits(
     group_of = torch.arange(codes.shape[1], device=codes.device) // block
     groups = Groups(scales.contiguous(), None, group_of, block)
     return IntegerWeight(codes.contiguous(), groups, 4, dtype, code.to(codes.device))
+
+
+def _numbers(
+    packed: Tensor, largest: Tensor, code: Tensor, shape: tuple[int, ...], block: int
+) -> Tensor:
+    """Make float32 numbers of codes in blocks that may hold parts of several rows."""
+    scales = largest.repeat_interleave(block)[: math.prod(shape)]
+    values = code.to(scales.device)[_codes(packed)[: len(scales)].long()]
+    return (values * scales).view(shape)
+
+
+def _codes(packed: Tensor) -> Tensor:
+    """Take the package's bytes apart, the first code high."""
+    flat = packed.flatten().view(torch.uint8)
+    return torch.stack((flat >> 4, flat & 15), dim=-1).flatten()
 
 
 def _package() -> Any:

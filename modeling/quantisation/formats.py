@@ -10,7 +10,9 @@ from configs.model import Quantize
 from configs.quantisation import Quantisation, WeightFormat
 from modeling.quantisation.base import join
 from modeling.quantisation.bits_and_bytes import (
+    BLOCK,
     check_blocks,
+    is_whole,
     read_four_bits,
     read_int8,
     round_int8,
@@ -95,6 +97,10 @@ class Nf4AtLoad:
 
     def read(self, weights: Weights, parts: Sequence[LinearPart]) -> LinearWeight:
         """Read maps that share their input, and round them."""
+        if any(part.shape[1] % BLOCK for part in parts) and all(map(is_whole, parts)):
+            # A block holds parts of several rows, but of one map.
+            alone = (read_dense(weights, [part]).matrix for part in parts)
+            return join([round_nf4(matrix, weights.dtype) for matrix in alone])
         for part in parts:
             check_blocks(part)
         return round_nf4(read_dense(weights, parts).matrix, weights.dtype)

@@ -21,7 +21,7 @@ def compressed(**weights: Any) -> dict[str, Any]:
     [
         ({"quant_method": "gptq", "bits": 4, "format": "marlin"}, "format 'marlin' is not"),
         (compressed(num_bits=3), "weights of int with 3 bits by group is not supported"),
-        ({"quant_method": "gptq", "bits": 8}, "bits 8 is not supported; served are .*4 bits"),
+        ({"quant_method": "gptq", "bits": 3}, "bits 3 is not supported; served are .*4 or 8 bits"),
         ({"quant_method": "awq", "bits": 8}, "bits 8 is not supported"),
         ({"quant_method": "awq", "w_bit": 8}, "w_bit 8 is not supported"),
         ({"quant_method": "hqq"}, "this method is not supported"),
@@ -45,6 +45,7 @@ def test_packed_integers_are_served() -> None:
         (compressed(), {"zero_points": False}),
         ({"quant_method": "gptq", "bits": 4}, {"offset_zeros": True}),
         ({"quant_method": "gptq", "bits": 4, "format": "gptq_v2"}, {"offset_zeros": False}),
+        ({"quant_method": "gptq", "bits": 8}, {"bits": 8}),
         ({"load_in_4bit": True}, {"format": WeightFormat.NF4}),
         ({"load_in_8bit": True}, {"format": WeightFormat.INT8}),
         (

@@ -49,6 +49,24 @@ def test_tokens_that_only_the_tokenizers_config_names(tmp_path: Path) -> None:
     assert matcher.is_accepting()
 
 
+@pytest.mark.parametrize("in_config", [False, True])
+def test_added_tokens_that_the_model_does_not_have(tmp_path: Path, in_config: bool) -> None:
+    """Files of fine-tuned models often add a padding token, and leave the model's size."""
+    size = write_tokenizer(tmp_path).get_vocab_size()
+    path, config = tmp_path / "tokenizer.json", tmp_path / "tokenizer_config.json"
+    if in_config:
+        config.write_text(json.dumps({"added_tokens_decoder": {str(size): {"content": EXTRA}}}))
+    else:
+        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer.add_special_tokens([EXTRA])
+        tokenizer.save(str(path))
+    matcher = matcher_of(tokenizer_of(tmp_path, size), f"start: {json.dumps(EXTRA)}")
+    mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+    allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
+    assert len(allowed), "it is text"
+    assert max(allowed) < size
+
+
 def test_a_folder_without_a_fast_tokenizer_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no tokenizer\.json: save one"):
         tokenizer_of(tmp_path, 400)

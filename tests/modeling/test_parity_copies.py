@@ -108,6 +108,7 @@ def test_copies_of_another_vocabulary_are_refused(world: World, tmp_path: Path) 
     change(folder, 0, lambda tensor: tensor[:-1])
     [message] = staged(model, folder, 1)
     assert "the vocabulary was resized" in message
+    assert "resize_token_embeddings(95)" in message
 
 
 @pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT16])

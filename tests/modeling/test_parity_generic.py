@@ -1,14 +1,30 @@
 """Every family that is paged by transformers' own modules, against transformers + PEFT."""
 
+from functools import partial
+
 import pytest
+import torch
 import transformers
 
 from configs.wire.adapters import AdapterError
+from configs.wire.sampling import Sampling
 from modeling.adapters.peft import open_adapter
 from modeling.runner.adapter_check import adaptable
+from tests.checkpoints import load_oracle, oracle_logits
 from tests.checkpoints_generic import GENERIC, MIXTURES
-from tests.checkpoints_stacks import STACKS
-from tests.modeling.parity import BASE, Setting, World, compare, engine_config
+from tests.checkpoints_stacks import IMAGE, STACKS
+from tests.modeling.parity import (
+    BASE,
+    Setting,
+    World,
+    answers_by_hand,
+    compare,
+    engine_config,
+    full_logprobs,
+)
+from tests.modeling.stepping import Asked
+from tests.oracle import TOLERANCE
+from tests.ranks import run_in_memory
 
 # PEFT looks for patterns of parameters among modules, and warns that it found none.
 pytestmark = pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")
@@ -66,6 +82,24 @@ def test_text_of_larger_models(world: World, variant: str) -> None:
     """Decoders of models that read images, with adapters that were trained on the whole model."""
     adapter = "everywhere" if variant in TOWERS else "r8"
     compare(world, Setting("stack", variant, 2, [BASE, adapter]))
+
+
+@pytest.mark.parametrize("variant", ["gemma3", "gemma4", "gemma4_unified"])
+def test_tokens_of_images_without_an_image(world: World, variant: str) -> None:
+    """Gemma 4 embeds them as padding, in prompts and in answers; others as they are."""
+    model = world.model("stack", variant)
+    config = engine_config(model)
+    requests = [
+        Asked(prompt, 6, sampling=Sampling(logprobs=96, logit_bias=bias), chunk=3)
+        for prompt, bias in (([5, IMAGE, 33, IMAGE, IMAGE, 60], ()), ([7, 8], ((IMAGE, 99.0),)))
+    ]
+    (found,) = run_in_memory(1, partial(answers_by_hand, config, [], requests))
+    assert found[1].tokens[0] == IMAGE
+    oracle = load_oracle(model)
+    for asked, answer in zip(requests, found, strict=True):
+        logits = oracle_logits(oracle, [*asked.prompt, *answer.tokens])
+        wanted = logits[len(asked.prompt) - 1 : -1].log_softmax(-1)
+        assert torch.allclose(full_logprobs(answer).float(), wanted, atol=TOLERANCE)
 
 
 def test_an_adapter_that_text_does_not_reach_is_refused(world: World) -> None:

@@ -53,12 +53,15 @@ class FreePart(NamedTuple):
 
 
 async def free_part(
-    format: ReasoningFormat, start: Start, tokenizer: ModelTokenizer
+    format: ReasoningFormat, start: Start, tokenizer: ModelTokenizer, vocab_size: int
 ) -> FreePart | None:
-    """The reasoning as tokens; None if this model's marks are no tokens of their own."""
+    """The reasoning as tokens; None if this model's marks are no tokens of their own.
+
+    vocab_size: of the model, which may lack some of its tokenizer's tokens.
+    """
     if start is Start.TEXT:
         return FreePart()
-    ids = tokenizer.added(format.markers)
+    ids = {mark: id for mark, id in tokenizer.added(format.markers).items() if id < vocab_size}
     if format.channels:
         if not format.markers <= ids.keys():
             return None

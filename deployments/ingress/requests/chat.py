@@ -74,7 +74,7 @@ async def _split(
     """The chat's job with its answers' reasoning split off; a constraint begins after it."""
     job, answers = chat_job
     if any(sequence.sampling.constraint for sequence in job.request.sequences):
-        free = await free_part(reasoning, start, served.tokenizer)
+        free = await free_part(reasoning, start, served.tokenizer, served.info.vocab_size)
         if free is None:
             return chat_job  # The constraint begins at once, so there is no reasoning.
         sequences = [_freed(sequence, free) for sequence in job.request.sequences]

@@ -249,8 +249,11 @@ def checked_ids(ids: list[int], info: EngineInfo, param: str = "prompt") -> list
     """The ids; refuses none at all, and ids that the model does not have."""
     if not ids:
         raise invalid(f"`{param}` has no tokens", param)
-    if min(ids) < 0 or max(ids) >= info.vocab_size:
-        raise invalid(f"token ids must be in [0, {info.vocab_size})", param)
+    if min(ids) < 0:
+        raise invalid(
+            f"`{param}` has token {min(ids)}; ids must be in [0, {info.vocab_size})", param
+        )
+    check_known(param, ids, info)
     return ids
 
 

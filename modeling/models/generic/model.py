@@ -85,6 +85,9 @@ class GenericForCausalLM(nn.Module):
         self.unread = (*self.unread, *_unread(self.causal), *_unread_layers(architecture))
         # Llama 4 scales queries by positions that it counts itself.
         self._counts_positions = bool(getattr(self.causal.config, "attn_temperature_tuning", False))
+        padded = architecture.padded_tokens
+        self._padded = torch.tensor(padded, device=self.device) if padded else None
+        self._pad_token = architecture.pad_token
         prefix = _prefix(self.causal)
         names = SourceNames(self.causal, weights.names())
         for target, name in names.plain().items():
@@ -211,6 +214,9 @@ class GenericForCausalLM(nn.Module):
     def _decode(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         """int64 [tokens] each to [tokens, hidden]."""
         options: dict[str, Any] = {"use_cache": False}
+        if self._padded is not None:
+            is_padded = (input_ids[:, None] == self._padded).any(1)
+            input_ids = torch.where(is_padded, self._pad_token, input_ids)
         if self._counts_positions:
             options["attention_mask"] = MASKS
             options[self._cache_name] = PositionsAsLength(position_ids)
@@ -236,6 +242,13 @@ class GenericForCausalLM(nn.Module):
             logger.info("q and k are rotated by transformers' code: %s", error)
             undo_rotations(self.causal)
             return self._learn_layers()
+        except (ArchitectureError, torch.OutOfMemoryError):
+            raise
+        except NOT_TAKEN as error:
+            raise ArchitectureError(
+                f"transformers' {self.causal.config.model_type} cannot be computed by this "
+                f"config.json, as its fields do not fit each other: {error!r}"
+            ) from error
         self._norms = find_norms(self.causal, self._plan, shapes, len(PROBE))
         layers = forms.layers(self.num_layers)
         check_windows(self._decoder.config, layers, self._longest)
@@ -341,8 +354,8 @@ def _config(settings: Mapping[str, Any]) -> Any:
             f"transformers {transformers.__version__} does not know model_type {kind}: install a "
             "newer one"
         )
-    # Code of the repository is not run: the type is transformers' own.
-    own = {key: value for key, value in settings.items() if key != "auto_map"}
+    # Code of the repository is not run: the type is transformers' own. Outputs are read by name.
+    own = {key: settings[key] for key in settings if key not in ("auto_map", "return_dict")}
     try:
         return CONFIG_MAPPING[kind].from_dict(own)
     except NOT_TAKEN as error:

@@ -132,6 +132,11 @@ CASES: dict[str, Fields] = {
         "layers_pattern": ["blocks"],
     },
     "no list": {"target_modules": ["q_proj"], "layers_to_transform": [1], "layers_pattern": []},
+    "no list's name": {
+        "target_modules": ["q_proj"],
+        "layers_to_transform": [1],
+        "layers_pattern": "",
+    },
     "a list alone": {"target_modules": ["q_proj"], "layers_pattern": "layers"},
     "layers of a pattern": {"target_modules": ".*q_proj", "layers_to_transform": [1]},
     "layers of all": {"target_modules": "all-linear", "layers_to_transform": [1]},
@@ -152,6 +157,14 @@ def test_missing_targets_are_not_guessed() -> None:
     assert len(by_peft(llama(), fields) or ()) == 24
     with pytest.raises(AdapterError, match="target_modules is missing"):
         parse_config({"peft_type": "LORA", **fields})
+
+
+def test_parameters_alone_need_no_targets() -> None:
+    """PEFT guesses none either, for models that it does not know."""
+    fields = {"target_modules": None, "target_parameters": ["mlp.up_proj.weight"]}
+    plan = parse_config({"peft_type": "LORA", **fields})
+    assert plan.left_out_by("model.layers.0.mlp.up_proj", is_linear=True) is None
+    assert plan.left_out_by("model.layers.0.mlp.down_proj", is_linear=True) == "target_modules"
 
 
 @pytest.mark.parametrize(

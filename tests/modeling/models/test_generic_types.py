@@ -36,6 +36,7 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "gemma4_text": ({"vocab_size": 97}, r"vocab_size_per_layer_input \(96\) is below"),
     "gemma2": ({"hidden_activation": "mine"}, r"builds no gemma2 of this config.json: KeyError"),
     "gemma": ({"num_attention_heads": 0}, r"does not take this config.json of a gemma|builds no"),
+    "deepseek_v3": ({"head_dim": 32}, r"deepseek_v3 cannot be computed by this config.json"),
     "olmo2": ({"architectures": ["OlmoForCausalLM"]}, r"model_type olmo2 is a Olmo2ForCausalLM"),
 }
 """What a config.json may say too, of which parts of transformers hold different things."""
@@ -57,6 +58,15 @@ def test_model_type_says_the_class_where_nothing_else_does(tmp_path: Path, names
     settings = json.loads((model / "config.json").read_text(encoding="utf-8"))
     (model / "config.json").write_text(json.dumps({**settings, "architectures": names}))
     load_paged(engine_config(model), SingleRank(), torch.device("cpu"))
+
+
+def test_outputs_that_config_json_wants_as_tuples(tmp_path: Path) -> None:
+    model = write_tiny(tmp_path / "model", "olmo2")
+    settings = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    (model / "config.json").write_text(json.dumps({**settings, "return_dict": False}))
+    runner = load_paged(engine_config(model), SingleRank(), torch.device("cpu")).allocate()
+    (answer,) = generate(runner, [Asked([5, 6], 2)], NUM_BLOCKS, BLOCK_SIZE)
+    assert len(answer.tokens) == 2
 
 
 def test_layers_that_predict_further_tokens_are_not_read(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from sharding.linear_weight import LinearPart, LinearWeight
 from sharding.loader import Weights
 from tests.checkpoints import AdapterRecipe, load_oracle, write_adapter, write_llama
 from tests.checkpoints_generic import write_generic
+from tests.checkpoints_integers import write_gptq
 from tests.modeling.quantisation.quantised import compare
 
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
@@ -131,3 +132,13 @@ def test_tokens_of_a_generic_model(tmp_path: Path, name: str) -> None:
     own = json.loads((dense / "config.json").read_text())
     (stored / "config.json").write_text(json.dumps({**own, "quantization_config": how}))
     compare_tokens(tmp_path, stored, name, dense, 2)
+
+
+@pytest.mark.parametrize("how", [{"symmetric": True}, {}, {"act_order": True}])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_gptq_in_8_bits(tmp_path: Path, ranks: int, how: dict[str, bool]) -> None:
+    """By the rule of the files: the package packs 8 bits as it packs 4."""
+    dense = write_llama(tmp_path / "dense", **SIZES)
+    numbers = write_gptq(tmp_path / "stored", dense, 32, bits=8, **how)
+    adapter = write_adapter(tmp_path / "adapter", dense, AdapterRecipe(r=4, std=0.2))
+    compare(tmp_path / "stored", [adapter], load_oracle(numbers), ranks, dtype="float32")

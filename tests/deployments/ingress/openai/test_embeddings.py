@@ -122,7 +122,7 @@ def test_base64_is_little_endian_float32(http: httpx.Client, driver: FakeDriver)
         ({"input": ["a", ""]}, "input", "cannot be empty"),
         ({"input": 5}, "input", "must be a string"),
         ({"input": [True]}, "input", "must be a string"),
-        ({"input": [5, 9999]}, "input", "token ids must be in"),
+        ({"input": [5, 9999]}, "input", "`input` has token 9999; ids must be in"),
         ({"input": [7] * 501}, "input", "has 501 tokens; at most 500"),
         ({"input": ["a"] * 257}, "input", "has 257 entries; at most 256"),
         ({"input": "a", "dimensions": 8}, "dimensions", "is not supported"),

@@ -166,6 +166,21 @@ def test_constraints_begin_after_the_reasoning(http: httpx.Client, thinking: Fak
     assert free() == (begin, (end,))
 
 
+@pytest.mark.parametrize("mark", ["<think>", "</think>"])
+def test_marks_that_the_model_does_not_have(
+    http: httpx.Client, thinking: FakeDriver, mark: str
+) -> None:
+    """Its tokenizer has them, and its embedding was not resized: no rank knows such a token."""
+    thinking.info = msgspec.structs.replace(
+        thinking.info, vocab_size=token_id(thinking.tokenizer, mark)
+    )
+    thinking.replies[None] = '{"a": 1}'
+    [choice] = post(http, CHAT, messages=HELLO, response_format={"type": "json_object"})["choices"]
+    assert choice["message"]["content"] == '{"a": 1}'
+    sampling = thinking.requests[-1].sequences[0].sampling
+    assert (sampling.free_from, sampling.free_until) == (-1, ())
+
+
 def test_channels_are_read_and_constrained(
     http: httpx.Client, server: Server, tmp_path: Path
 ) -> None:
