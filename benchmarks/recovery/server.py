@@ -105,6 +105,8 @@ def with_replicas(
     options["Driver"].pop("num_replicas", None)
     scaling |= {"min_replicas": fewest, "max_replicas": max(drivers, 1), "initial_replicas": fewest}
     scaling |= {"upscale_delay_s": 0.5, "downscale_delay_s": 2.0, "downscale_to_zero_delay_s": 2.0}
+    # Serve learns of requests that wait by this; its default is 10 s.
+    scaling.setdefault("metrics_interval_s", 1.0)
     if ingresses is not None:
         options["Ingress"]["num_replicas"] = ingresses
     return changed

@@ -182,14 +182,15 @@ def _require_resources(config: Mapping[str, Any], available: Mapping[str, float]
 
 
 def _start_ranks_ahead(config: Mapping[str, Any]) -> None:
-    """Have processes of ranks import what they need while Serve starts, where they have GPUs."""
+    """Have processes of ranks load what they need while Serve starts."""
+    from deployments.bundles import bundles
     from deployments.rank.waiting import start_ahead
 
     if _has_environments(config):
         return  # A replica takes processes of its own environment alone.
     for arguments in engines(config):
         base = ServeConfig.model_validate(arguments)
-        start_ahead(base.engine, base.observability.log_format)
+        start_ahead(base.engine, bundles(base)[1:], base.observability.log_format)
 
 
 def _deploy(config: Path, address: str) -> None:

@@ -3,6 +3,8 @@
 The driver imports this class but must not import torch: methods import it when they run.
 """
 
+import logging
+import threading
 from typing import TYPE_CHECKING
 
 import ray
@@ -12,6 +14,7 @@ from configs.env import cuda_ordinal
 from configs.interpreter import shorten_switch_interval
 from configs.observability import LogFormat
 from deployments.observability.logs import configure_logs
+from deployments.rank.ahead import Expected, StartAhead
 from deployments.rank.guard import Guard
 from deployments.rank.messages import LoadReport, MeasuredMemory, StoreAddress
 from deployments.rank.processes import Process, kill, this_process
@@ -22,6 +25,8 @@ if TYPE_CHECKING:
     from deployments.rank.host import RankHost
 
 _ENDING_S = 10.0
+
+logger = logging.getLogger("loray.rank.actor")
 
 
 class RankActor:
@@ -46,9 +51,15 @@ class RankActor:
         self._detached = detached
         self._guard: Guard | None = None
         if detached is not None:
-            self._guard = Guard(detached.driver, detached.wait_s, detached.keeper)
-            self._guard.watch()
+            waits = (detached.driver, detached.wait_s, detached.keeper)
+            self._guard = Guard(*waits, unled=self._start_ahead)
+        self._expected: tuple[Expected, StoreAddress] | None = None
+        self._ahead: StartAhead | None = None
+        self._prepared = threading.Event()
+        self._address: StoreAddress | None = None
         self._joined: RankHost | None = None
+        if self._guard is not None:
+            self._guard.watch()
 
     def __repr__(self) -> str:
         """The name that Ray puts before this actor's log lines."""
@@ -64,24 +75,41 @@ class RankActor:
 
         Makes no CUDA context while it is not known on which GPU.
         """
-        self._host(config, "").prepare(context=bool(self._gpus))
+        try:
+            self._host(config, "").prepare(context=bool(self._gpus))
+        finally:
+            self._prepared.set()
+
+    def expect(self, expected: Expected, store: StoreAddress) -> None:
+        """Have this process start by itself once it has no driver; `prepare` comes first.
+
+        store: by which the group connects.
+        """
+        self._expected = expected, store
+        if self._guard is not None:
+            self._guard.look()
 
     def waits(self) -> bool:
         """Whether this process has no driver that lives."""
         return self._guard is not None and self._guard.waits
 
-    def acquire(self, driver: Process, gpus: tuple[str, ...]) -> bool:
+    def acquire(self, driver: Process, gpus: tuple[str, ...], digest: str) -> bool:
         """Give this process to a driver of this machine; False if it has one or another GPU.
 
-        The rank beside which it stood is killed: its driver has ended.
+        digest: of what the driver starts (`digest_of`); ValueError if this process may hold other
+        weights on the driver's GPU, and must end. The rank beside which it stood is killed: its
+        driver has ended.
         """
         assert self._guard is not None
-        assert self._detached is not None
-        if self._gpus not in ((), gpus) or not self._guard.acquire(driver):
+        other = self._expected is not None and self._expected[0].digest != digest
+        if self._gpus not in ((), gpus) or (other and not gpus):
             return False
+        if not self._guard.acquire(driver):
+            return False
+        self._end_beside()
+        if other:
+            raise ValueError("this process is for another config")
         self._gpus = gpus
-        if self._detached.beside is not None:
-            kill(self._detached.beside, _ENDING_S)
         return True
 
     def known(self) -> Known | None:
@@ -92,7 +120,8 @@ class RankActor:
         """Become a rank of a group; folder: the base model's files here."""
         if self._guard is not None:
             self._guard.work()
-        self._joined = self._host(config, folder)
+        if self._ahead is None:
+            self._joined = self._host(config, folder)
         return self.process()
 
     def free_device_bytes(self) -> int | None:
@@ -100,22 +129,25 @@ class RankActor:
         return self._present.free_device_bytes()
 
     def open_store(self, size: int, timeout_s: float) -> StoreAddress:
-        """Open the group's rendezvous on a free port of this node (rank 0 only)."""
+        """Open the group's rendezvous on a free port of this node (rank 0 only); only once."""
         from deployments.rank.host import open_store
 
-        self._store, address = open_store(ray.util.get_node_ip_address(), size, timeout_s)
-        return address
+        if self._address is None:
+            self._store, self._address = open_store(ray.util.get_node_ip_address(), size, timeout_s)
+        return self._address
 
     def measure(
         self, store: StoreAddress, timeout_s: float, before: MeasuredMemory | None
     ) -> MeasuredMemory:
         """Join the group's sums and load the weights, as `RankHost.measure` does."""
-        from deployments.rank.host import join_store
+        if self._ahead is not None:
+            return self._ahead.measured(timeout_s)
+        return _measure(self._present, store, timeout_s, before)
 
-        return self._present.measure(join_store(store, timeout_s), timeout_s, before)
-
-    def allocate(self, num_blocks: int, record: bool) -> LoadReport:
+    def allocate(self, num_blocks: int, record: bool, timeout_s: float) -> LoadReport:
         """Allocate the cache and warm up; record: CUDA graphs, too."""
+        if self._ahead is not None:
+            return self._ahead.allocated(num_blocks, record, timeout_s)
         return self._present.allocate(num_blocks, record)
 
     def run(self, address: Address, same_node: bool) -> None:
@@ -127,9 +159,41 @@ class RankActor:
         assert self._joined is not None, "join comes first"
         return self._joined
 
+    def _start_ahead(self) -> None:
+        """Start as expected, on another thread; the guard's, which is here, must look on."""
+        if self._expected is None or self._ahead is not None:
+            return
+        logger.info("no driver has this process: it loads the weights for the next one")
+        expected, store = self._expected
+        timeout_s = expected.config.recovery.start_timeout_s
+
+        def measure() -> MeasuredMemory:
+            self._prepared.wait(timeout_s)
+            self._end_beside()
+            self._joined = self._host(expected.config, expected.folder)
+            return _measure(self._joined, store, timeout_s, expected.memory)
+
+        def allocate(num_blocks: int, record: bool) -> LoadReport:
+            return self._present.allocate(num_blocks, record)
+
+        self._ahead = StartAhead(expected, measure, allocate)
+
+    def _end_beside(self) -> None:
+        """Kill the rank beside this process: its driver has ended."""
+        if self._detached is not None and self._detached.beside is not None:
+            kill(self._detached.beside, _ENDING_S)
+
     def _host(self, config: EngineConfig, folder: str) -> "RankHost":
         from deployments.rank.host import RankHost
 
         # A rank with several GPUs sees no others (see RayRanks), so it may use all that it sees.
         ordinal = cuda_ordinal(self._gpus[0]) if len(self._gpus) == 1 else None
         return RankHost(config, folder, self._rank, ordinal)
+
+
+def _measure(
+    host: "RankHost", store: StoreAddress, timeout_s: float, before: MeasuredMemory | None
+) -> MeasuredMemory:
+    from deployments.rank.host import join_store
+
+    return host.measure(join_store(store, timeout_s), timeout_s, before)

@@ -3,13 +3,12 @@
 Ray starts and kills the ranks and reports the end of one; plans travel by socket.
 """
 
-import hashlib
 import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property, partial
 
 import ray
 from ray.actor import ActorHandle
@@ -23,10 +22,11 @@ from configs.engine import EngineConfig
 from configs.env import RANK_ENVIRONMENT
 from configs.observability import LogFormat
 from deployments.rank.actor import RankActor
+from deployments.rank.ahead import Expected, digest_of
 from deployments.rank.guard import UNUSED_S
 from deployments.rank.messages import LoadReport, MeasuredMemory
 from deployments.rank.processes import await_end, sigkill, this_process
-from deployments.rank.standby import Detached, Known, RankProcess, StandbyRanks
+from deployments.rank.standby import QUIET_S, Detached, Known, RankProcess, StandbyRanks
 from deployments.rank.transport import Listener, RankLinks, RanksLost
 from deployments.rank.waiting import (
     FreeProcess,
@@ -34,7 +34,7 @@ from deployments.rank.waiting import (
     keep_spares,
     num_gpus_here,
     start_detached,
-    waiting_ranks,
+    waiting_groups,
 )
 
 _ENDING_SECONDS = 10.0
@@ -66,6 +66,8 @@ class RayRanks:
         self._links: RankLinks | None = None
         self._ending: list[Callable[[float], object]] = []
         self._standby = StandbyRanks(self._spawn_standby)
+        self._standby_group = ""
+        self._spares: threading.Timer | None = None
         # Whether these ranks replace others, for which requests may wait.
         self._replaces = False
         # What the last ranks that served have measured; a start that fails forgets it.
@@ -92,7 +94,9 @@ class RayRanks:
             measured = ray.get(measuring, timeout=timeout_s)
             num_blocks = min(memory.num_blocks for memory in measured)
             record = not self._records_later
-            allocated = [actor.allocate.remote(num_blocks, record) for actor in self._actors]
+            allocated = [
+                actor.allocate.remote(num_blocks, record, timeout_s) for actor in self._actors
+            ]
             reports: list[LoadReport] = ray.get(allocated, timeout=timeout_s)
             self._links = self._connect()
         except (ray.exceptions.RayError, RanksLost) as error:
@@ -102,10 +106,10 @@ class RayRanks:
         if self._wants_standby:
             self._measured = measured
         if self._has_standby:
-            known = [Known(self._digest, memory) for memory in measured]
-            self._standby.prepare(self._actors, self._processes, known, config)
-            spares = (config, self._log_format)
-            threading.Thread(target=keep_spares, args=spares, name="spares", daemon=True).start()
+            self._prepare_standby(config, measured, num_blocks)
+            self._spares = threading.Timer(QUIET_S, keep_spares, (config, self._log_format))
+            self._spares.daemon = True
+            self._spares.start()
         return self._links, reports
 
     def stop(self) -> None:
@@ -121,6 +125,8 @@ class RayRanks:
 
     def release(self) -> None:
         """Kill every rank and the standby processes, which take device memory too."""
+        if self._spares is not None:
+            self._spares.cancel()
         standby = self._standby.end()
         self.stop()
         self._ending += [_kill_process(each) for each in standby]
@@ -159,49 +165,67 @@ class RayRanks:
     def _rank_config(self) -> EngineConfig:
         return self._config.model_copy(update={"tensor_parallel": self._num_ranks})
 
-    @property
+    @cached_property
     def _digest(self) -> str:
-        """What measurements depend on, beside the machine."""
-        text = self._config.model_dump_json() + self._folder
-        return hashlib.sha256(text.encode()).hexdigest()
+        return digest_of(self._rank_config, self._folder)
+
+    def _prepare_standby(
+        self, config: EngineConfig, measured: Sequence[MeasuredMemory], num_blocks: int
+    ) -> None:
+        """Start standby processes soon; config, num_blocks: of this start."""
+        self._standby_group = secrets.token_hex(8)
+        known = [Known(self._digest, memory) for memory in measured]
+        here = ray.get_runtime_context().get_node_id()
+        expected = [
+            Expected(config, self._folder, self._digest, memory, num_blocks) for memory in measured
+        ]
+        if any(process.node != here for process in self._processes):
+            expected = []  # Those of other nodes end with this driver.
+        beside = (self._actors, self._processes, known)
+        self._standby.soon(partial(self._standby.prepare, *beside, config, expected))
 
     def _found_or_spawned(self) -> list[ActorHandle]:
-        """Return a process for each rank: all wait for a driver, or all are new."""
+        """Return a process for each rank: all waited for a driver, or all are new."""
         ranks = range(self._num_ranks)
-        found = self._find() if self._wants_standby else {}
-        if len(found) < self._num_ranks:
+        for found in self._find() if self._wants_standby else ():
+            if len(found) == self._num_ranks:
+                known = [found[rank].known for rank in ranks]
+                if all(each is not None and each.config == self._digest for each in known):
+                    self._measured = [each and each.memory for each in known]
+                    self._replaces = True
+                return [found[rank].actor for rank in ranks]
             for actor, _ in found.values():
                 self._ending.append(_kill_process(_process_of(actor)))
-            return [self._spawn(rank) for rank in ranks]
-        known = [found[rank].known for rank in ranks]
-        if all(each is not None and each.config == self._digest for each in known):
-            self._measured = [each and each.memory for each in known]
-            self._replaces = True
-        return [found[rank].actor for rank in ranks]
+        return [self._spawn(rank) for rank in ranks]
 
-    def _find(self) -> dict[int, FreeProcess]:
-        """Acquire processes of this node that wait for a driver, by rank."""
+    def _find(self) -> Iterator[dict[int, FreeProcess]]:
+        """Acquire groups of processes of this node that wait for a driver, one after another.
+
+        Each is a dict by ranks, of which some may be missing.
+        """
         num_gpus = self._rank_bundle(0).get("GPU", 0)
         if self._bundles is None or num_gpus > 1:
-            return {}
+            return
         nodes = placement_group_table(self._bundles)["bundles_to_node_id"]
         here = ray.get_runtime_context().get_node_id()
-        there = waiting_ranks(self._num_ranks, self._log_format)
-        there = {rank: each for rank, each in there.items() if nodes[1 + rank] == here}
-        # Before any is acquired, as this may fail.
-        gpus = self._gpus(there) if num_gpus else dict.fromkeys(there, ())
-        acquired = {rank: acquire(each, gpus[rank]) for rank, each in there.items()}
-        found = {rank: process for rank, process in acquired.items() if process is not None}
-        if there:
-            logger.info("processes that waited for a driver: of ranks %s", sorted(found))
-        return found
+        for group in waiting_groups(self._num_ranks, self._log_format):
+            there = {rank: actor for rank, actor in group.items() if nodes[1 + rank] == here}
+            # Before any is acquired, as this may fail.
+            gpus = self._gpus(there) if num_gpus else dict.fromkeys(there, ())
+            found = {}
+            for rank, actor in there.items():
+                process = acquire(actor, gpus[rank], self._digest)
+                if process is not None:
+                    found[rank] = process
+            if found:
+                logger.info("processes that waited for a driver: of ranks %s", sorted(found))
+                yield found
 
-    def _gpus(self, there: Mapping[int, Sequence[ActorHandle]]) -> dict[int, tuple[str, ...]]:
+    def _gpus(self, there: Mapping[int, ActorHandle]) -> Mapping[int, tuple[str, ...]]:
         """Return Ray's ids of the GPUs of these ranks, which are on this node."""
-        held = {rank: _process_of(each[0]).gpus for rank, each in there.items()}
+        held = {rank: _process_of(actor).gpus for rank, actor in there.items()}
         whole = num_gpus_here() == self._num_ranks == len({*held.values()} - {()})
-        # A group that has all GPUs of the node may take them in any order: it need not ask Ray,
-        # which starts a process for each answer.
+        # A group that has all GPUs of the node may take them in any order.
         return held if whole else dict(zip(there, self._ask_bundles([*there]), strict=True))
 
     def _ask_bundles(self, ranks: Sequence[int]) -> list[tuple[str, ...]]:
@@ -228,7 +252,9 @@ class RayRanks:
         driver = this_process()
         if beside.node != ray.get_runtime_context().get_node_id() or not driver.started:
             return self._actor(rank, 0, 0, beside.gpus)
-        detached = Detached(driver, UNUSED_S, None, beside.process, known)
+        detached = Detached(
+            self._standby_group, driver, UNUSED_S, beside=beside.process, known=known
+        )
         return start_detached(rank, self._log_format, beside.gpus, detached, bool(beside.gpus))
 
     def _spawn(self, rank: int) -> ActorHandle:

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from deployments.rank.processes import Process, is_there
 
 LOOK_S = 0.5
-UNUSED_S = 60.0
-"""How long a process without a driver waits for another one."""
+UNUSED_S = 30.0
+"""How long a process without a driver waits for another one, and may hold a GPU's memory."""
 
 
 class Guard:
@@ -24,15 +24,18 @@ class Guard:
         driver: Process | None,
         wait_s: float,
         keeper: Process | None = None,
+        unled: Callable[[], None] = lambda: None,
         end: Callable[[int], object] = os._exit,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """driver: None if none has it yet. wait_s: how long it waits for one without its keeper.
 
-        keeper: the driver of others that may need it, on the same machine too.
+        keeper: the driver of others that may need it, on the same machine too. unled: called at
+        each look while it waits for a driver.
         """
         self._driver = driver
         self._keeper = keeper
+        self._unled = unled
         self._wait_s = wait_s
         self._end = end
         self._clock = clock
@@ -64,10 +67,13 @@ class Guard:
     def look(self) -> None:
         """End the process if it is of no use any more."""
         with self._lock:
-            if _lives(self._driver) or (not self._works and _lives(self._keeper)):
+            led = _lives(self._driver)
+            if led or (not self._works and _lives(self._keeper)):
                 self._alone_since = self._clock()
             elif self._works or self._clock() - self._alone_since > self._wait_s:
                 self._end(1)
+            if not led and not self._works:
+                self._unled()
 
     def _watch(self) -> None:
         while True:

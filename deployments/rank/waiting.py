@@ -8,7 +8,7 @@ import hashlib
 import logging
 import secrets
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -17,12 +17,14 @@ import ray
 from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from configs.engine import Device, EngineConfig
-from configs.env import RANK_ENVIRONMENT
+from configs.engine import EngineConfig
+from configs.env import RANK_ENVIRONMENT, visible_gpus
 from configs.observability import LogFormat
 from deployments.rank.actor import RankActor
+from deployments.rank.ahead import Expected, digest_of
 from deployments.rank.processes import this_process
-from deployments.rank.standby import Detached, Known
+from deployments.rank.standby import Detached, Known, expect
+from sources.model import local_folder
 
 NAMESPACE = "loray-standby"
 _ANSWER_TIMEOUT_S = 10.0
@@ -50,7 +52,7 @@ def start_detached(
     """Start a process on this node; gpus: Ray's ids, empty while the driver has not said them."""
     here = ray.get_runtime_context().get_node_id()
     actor = ray.remote(RankActor).options(
-        name=f"{_kind(rank, log_format)}-{secrets.token_hex(8)}",
+        name=f"{_kind(rank, log_format)}-{detached.group}",
         namespace=NAMESPACE,
         lifetime="detached",
         num_cpus=0,
@@ -61,14 +63,31 @@ def start_detached(
     return actor.remote(rank, log_format, gpus, detached)
 
 
-def start_ahead(engine: EngineConfig, log_format: LogFormat) -> None:
-    """Start the processes of one driver's ranks before the driver, where they are to have GPUs.
+def start_ahead(
+    engine: EngineConfig, ranks: Sequence[Mapping[str, float]], log_format: LogFormat
+) -> None:
+    """Start the processes of one driver's ranks before the driver.
 
-    They load what a start needs, and learn their GPU from the driver.
+    ranks: their bundles. Where they take all GPUs of this node, or need none, and the model is
+    here, they load their weights. Elsewhere they load what a start needs, and learn their GPU from
+    the driver.
     """
-    wanted = engine.device is not Device.CPU and engine.recovery.wants_standby(on_gpu=True)
-    if wanted and num_gpus_here() >= engine.tensor_parallel and this_process().started:
-        _start(engine, log_format, Detached(None, _AHEAD_S))
+    size, num_gpus = len(ranks), [rank.get("GPU", 0) for rank in ranks]
+    on_gpu = any(num_gpus)
+    fits = max(num_gpus) <= 1 and sum(num_gpus) <= num_gpus_here()
+    if not (fits and engine.recovery.wants_standby(on_gpu) and this_process().started):
+        return
+    gpus: list[tuple[str, ...]] = [()] * size
+    whole = not on_gpu or size == num_gpus_here() == len(gpus_here())
+    if whole and on_gpu:
+        gpus = [(gpu,) for gpu in gpus_here()]
+    detached = Detached(secrets.token_hex(8), None, _AHEAD_S)
+    config = engine.model_copy(update={"tensor_parallel": size})
+    actors = _start(config, log_format, detached, gpus, on_gpu)
+    folder = local_folder(engine.model)
+    if whole and folder is not None:
+        expected = Expected(config, str(folder), digest_of(config, str(folder)))
+        expect(actors, [expected] * size)
 
 
 def keep_spares(engine: EngineConfig, log_format: LogFormat) -> None:
@@ -77,14 +96,25 @@ def keep_spares(engine: EngineConfig, log_format: LogFormat) -> None:
     They take no device memory, and remain for some time after the caller's process.
     """
     size = engine.tensor_parallel
-    if num_gpus_here() >= 2 * size and not waiting_ranks(size, log_format):
-        _start(engine, log_format, Detached(None, _SPARE_S, keeper=this_process()))
+    if num_gpus_here() >= 2 * size and not waiting_groups(size, log_format):
+        detached = Detached(secrets.token_hex(8), None, _SPARE_S, keeper=this_process())
+        _start(engine, log_format, detached, [()] * size, sees_gpus=True)
 
 
-def _start(engine: EngineConfig, log_format: LogFormat, detached: Detached) -> None:
-    for rank in range(engine.tensor_parallel):
-        actor = start_detached(rank, log_format, (), detached, sees_gpus=True)
+def _start(
+    engine: EngineConfig,
+    log_format: LogFormat,
+    detached: Detached,
+    gpus: Sequence[tuple[str, ...]],
+    sees_gpus: bool,
+) -> list[ActorHandle]:
+    actors = [
+        start_detached(rank, log_format, each, detached, sees_gpus)
+        for rank, each in enumerate(gpus)
+    ]
+    for actor in actors:
         actor.prepare.remote(engine)
+    return actors
 
 
 def num_gpus_here() -> int:
@@ -94,36 +124,42 @@ def num_gpus_here() -> int:
     return int(resources.get("GPU", 0))
 
 
-def waiting_ranks(size: int, log_format: LogFormat) -> dict[int, list[ActorHandle]]:
-    """Return this node's processes without a driver, by the rank that they can be."""
+def gpus_here() -> list[str]:
+    """Return Ray's ids of this node's GPUs, where the caller's process sees what Ray sees."""
+    visible = visible_gpus()
+    return visible.split(",") if visible else [str(gpu) for gpu in range(num_gpus_here())]
+
+
+def waiting_groups(size: int, log_format: LogFormat) -> list[dict[int, ActorHandle]]:
+    """Return this node's processes without a driver: for each group, those of the first ranks."""
     kinds = {_kind(rank, log_format): rank for rank in range(size)}
-    found: dict[int, list[ActorHandle]] = {}
-    for kind, actor in _named(kinds):
+    found: dict[str, dict[int, ActorHandle]] = {}
+    for kind, group, actor in _named(kinds):
         with suppress(ray.exceptions.RayError):  # it has just ended
             if ray.get(actor.waits.remote(), timeout=_ANSWER_TIMEOUT_S):
-                found.setdefault(kinds[kind], []).append(actor)
-    return found
+                found.setdefault(group, {})[kinds[kind]] = actor
+    return list(found.values())
 
 
-def acquire(actors: list[ActorHandle], gpus: tuple[str, ...]) -> FreeProcess | None:
-    """Have the first of these processes that is for such GPUs belong to the caller."""
-    for actor in actors:
-        try:
-            known = ray.get(actor.known.remote(), timeout=_ANSWER_TIMEOUT_S)
-            if ray.get(actor.acquire.remote(this_process(), gpus), timeout=_ACQUIRE_TIMEOUT_S):
-                return FreeProcess(actor, known)
-        except ray.exceptions.RayError:
-            # It has just ended, or may yet belong to the caller, which would never end it.
-            ray.kill(actor, no_restart=True)
+def acquire(actor: ActorHandle, gpus: tuple[str, ...], digest: str) -> FreeProcess | None:
+    """Have a process belong to the caller; None if it cannot. digest: as in `digest_of`."""
+    try:
+        known = ray.get(actor.known.remote(), timeout=_ANSWER_TIMEOUT_S)
+        acquired = actor.acquire.remote(this_process(), gpus, digest)
+        if ray.get(acquired, timeout=_ACQUIRE_TIMEOUT_S):
+            return FreeProcess(actor, known)
+    except ray.exceptions.RayError:
+        # It has just ended, or may yet belong to the caller, which would never end it.
+        ray.kill(actor, no_restart=True)
     return None
 
 
-def _named(kinds: Mapping[str, int]) -> Iterator[tuple[str, ActorHandle]]:
+def _named(kinds: Container[str]) -> Iterator[tuple[str, str, ActorHandle]]:
     for each in ray.util.list_named_actors(all_namespaces=True):
-        kind = each["name"].rpartition("-")[0]
+        kind, _, group = each["name"].rpartition("-")
         if each["namespace"] == NAMESPACE and kind in kinds:
             with suppress(ValueError):  # it has just ended
-                yield kind, ray.get_actor(each["name"], namespace=NAMESPACE)
+                yield kind, group, ray.get_actor(each["name"], namespace=NAMESPACE)
 
 
 def _kind(rank: int, log_format: LogFormat) -> str:

@@ -22,7 +22,11 @@ class Watched:
     def __init__(self, driver: Process | None, keeper: Process | None = None) -> None:
         self.now = 100.0
         self.ends: list[int] = []
-        self.guard = Guard(driver, WAIT_S, keeper, self.ends.append, lambda: self.now)
+        self.num_unled = 0
+        self.guard = Guard(driver, WAIT_S, keeper, self.unled, self.ends.append, lambda: self.now)
+
+    def unled(self) -> None:
+        self.num_unled += 1
 
     def ended_after(self, seconds: float) -> bool:
         self.now += seconds
@@ -36,6 +40,21 @@ def test_it_stays_beside_a_driver_that_lives() -> None:
     assert not watched.guard.waits
     watched.guard.work()
     assert not watched.ended_after(10 * WAIT_S)
+
+
+@pytest.mark.parametrize(
+    ("driver", "works", "unled"),
+    [(None, False, 2), (ENDED, False, 2), (LIVES, False, 0), (ENDED, True, 0)],
+)
+def test_it_says_that_it_has_no_driver_unless_it_works(
+    driver: Process | None, works: bool, unled: int
+) -> None:
+    watched = Watched(driver, keeper=LIVES)
+    if works:
+        watched.guard.work()
+    watched.ended_after(1.0)
+    watched.ended_after(1.0)
+    assert watched.num_unled == unled
 
 
 @pytest.mark.parametrize("driver", [None, ENDED], ids=["none", "ended"])
