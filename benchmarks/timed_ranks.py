@@ -44,7 +44,6 @@ class TimedRanks:
             attention="none",
             adapter_kernel="none",
             all_reduce="none",
-            weight_bytes_read=0,
             weight_bytes_resident=0,
             cache_bytes=0,
             adapter_bytes=0,

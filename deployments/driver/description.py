@@ -94,6 +94,8 @@ def engine_load(
 def startup_info(reports: Sequence[LoadReport], speculation: SpeculationConfig) -> dict[str, str]:
     """What start-up selected, as text."""
     first, pages = reports[0], common([report.capacity for report in reports])
+    cache = _size(max(report.cache_bytes for report in reports))
+    pools = _size(max(report.adapter_bytes for report in reports))
     adapters = f"{pages.adapter_pages} of 8 rank rows a projection, {pages.adapter_slots} slots"
     own = zip(pages.projections, pages.pages, strict=True)
     of_experts = [count for name, count in own if name.startswith("experts.")]
@@ -104,8 +106,8 @@ def startup_info(reports: Sequence[LoadReport], speculation: SpeculationConfig) 
         "attention": first.attention,
         "adapter kernel": first.adapter_kernel,
         "all-reduce": first.all_reduce,
-        "pages": f"{pages.num_blocks} of {_tokens(pages)} tokens{_shortened(pages)}",
-        "adapter pages": adapters,
+        "pages": f"{pages.num_blocks} of {_tokens(pages)} tokens, {cache}{_shortened(pages)}",
+        "adapter pages": f"{adapters}; {pools}",
         "weights": "; ".join(dict.fromkeys(map(_weights, reports))),
         "speculation": _speculation(speculation, pages),
         "load": f"{max(report.load_seconds for report in reports):.1f} s",
@@ -131,5 +133,9 @@ def _speculation(config: SpeculationConfig, capacity: Capacity) -> str:
 def _weights(report: LoadReport) -> str:
     """The bytes of a rank's weights in each form."""
     forms = sorted(report.weight_forms.items(), key=lambda form: -form[1])
-    parts = ", ".join(f"{size / 1e9:.2f} GB {name}" for name, size in forms)
-    return parts or f"{report.weight_bytes_resident / 1e9:.2f} GB"
+    parts = ", ".join(f"{_size(size)} {name}" for name, size in forms)
+    return parts or _size(report.weight_bytes_resident)
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e7 else f"{num_bytes / 1e6:.2f} MB"

@@ -132,7 +132,6 @@ class RankHost:
             attention=f"{report.attention} ({report.attention_reason})",
             adapter_kernel=f"{report.adapter_kernel} ({report.adapter_kernel_reason})",
             all_reduce=self._group.method,
-            weight_bytes_read=report.weight_bytes_read,
             weight_bytes_resident=report.weight_bytes_resident,
             cache_bytes=report.kv_bytes,
             adapter_bytes=report.adapter_pool_bytes,

@@ -161,7 +161,6 @@ class LoadReport(msgspec.Struct, frozen=True):
     attention: str
     adapter_kernel: str
     all_reduce: str
-    weight_bytes_read: int
     weight_bytes_resident: int
     cache_bytes: int
     adapter_bytes: int

@@ -263,7 +263,6 @@ class FakeGroup:
             attention="none",
             adapter_kernel="none",
             all_reduce="none",
-            weight_bytes_read=0,
             weight_bytes_resident=0,
             cache_bytes=0,
             adapter_bytes=0,

@@ -39,9 +39,9 @@ def test_what_guesses_tokens(
 @pytest.mark.parametrize(
     ("blocks", "longest", "expected"),
     [
-        (9, 36, "9 of 4 tokens; a request has at most 36 tokens, not 99"),
-        (24, 96, "24 of 4 tokens; a request has at most 96 tokens, not 99"),
-        (25, 99, "25 of 4 tokens"),
+        (9, 36, "9 of 4 tokens, 0.36 MB; a request has at most 36 tokens, not 99"),
+        (24, 96, "24 of 4 tokens, 0.96 MB; a request has at most 96 tokens, not 99"),
+        (25, 99, "25 of 4 tokens, 27.00 GB"),
     ],
 )
 def test_a_cache_smaller_than_the_longest_request_is_named(
@@ -49,7 +49,9 @@ def test_a_cache_smaller_than_the_longest_request_is_named(
 ) -> None:
     capacity = Capacity(blocks, 4, (), 0, 1, 0, 99)
     assert capacity.longest_sequence == longest
-    assert startup_info([load_report(capacity)], SpeculationConfig())["pages"] == expected
+    cache_bytes = 40_000 * blocks if blocks < 25 else 27_000_000_000
+    report = replace(load_report(capacity), cache_bytes=cache_bytes)
+    assert startup_info([report], SpeculationConfig())["pages"] == expected
 
 
 def test_pages_of_experts() -> None:
@@ -69,7 +71,6 @@ def load_report(capacity: Capacity) -> LoadReport:
         attention="sdpa",
         adapter_kernel="none",
         all_reduce="none",
-        weight_bytes_read=0,
         weight_bytes_resident=0,
         cache_bytes=0,
         adapter_bytes=0,
