@@ -154,7 +154,7 @@ def test_answers_do_not_depend_on_the_batch(
     monkeypatch.setattr(speculation, "MARGIN", 0.0)
     monkeypatch.setattr(DraftCosts, "applied", lambda *_: None)
     monkeypatch.setattr(Drafter, "find", informed(alone.tokens))
-    changes: dict[str, Any] = {"cache": {"num_blocks": 44, "block_size": 4}}
+    changes: dict[str, Any] = {"cache": {"num_blocks": 26, "block_size": 4}}
     if drafts:
         changes["speculation"] = {"kind": "prompt_lookup", "max_tokens": drafts}
     with kept() as found, engine_url(tensor_parallel=ranks, **changes) as url:
