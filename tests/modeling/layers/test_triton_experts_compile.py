@@ -15,7 +15,10 @@ pytestmark = pytest.mark.skipif(
 
 TYPES = {
     torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
     torch.float32: "*fp32",
+    torch.uint8: "*u8",
+    torch.int16: "*i16",
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
@@ -26,10 +29,14 @@ STEPS += [(tokens, tokens) for tokens in (64, 256, 512, 1024)]
 
 
 class Compiled:
-    """In the place of launches: compiles each form once, and launches none."""
+    """In the place of launches: compiles each form once, and launches none.
+
+    names, codes: of the kernels, and what a GPU would load of each form.
+    """
 
     def __init__(self) -> None:
         self.names: set[str] = set()
+        self.codes: list[bytes] = []
         self._forms: set[object] = set()
 
     def __call__(
@@ -46,15 +53,21 @@ class Compiled:
             TYPES[own.dtype] if is_tensor else "i32"
             for own, is_tensor in zip(arguments, tensors, strict=True)
         ]
-        form = (name, *types, *sorted(constants.items()))
+        form = (name, *types, *sorted(constants.items()), *sorted(options.items()))
         if form in self._forms:
             return
         self._forms.add(form)
         signature = dict(zip(names, types, strict=False)) | dict.fromkeys(constants, "constexpr")
         values = {(names.index(own),): value for own, value in constants.items()}
-        aligned = {(i,): [["tt.divisibility", 16]] for i, own in enumerate(tensors) if own}
+        known = [not each.do_not_specialize for each in kernel.params]
+        aligned = {
+            (i,): [["tt.divisibility", 16]]
+            for i, own in enumerate(arguments)
+            if tensors[i] or (known[i] and own % 16 == 0)
+        }
         source = ASTSource(kernel, signature, values, aligned)
-        assert triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(options))
+        made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(options))
+        self.codes.append(made.asm["cubin"])
         self.names.add(name)
 
 
