@@ -11,13 +11,14 @@ class WeightFormat(StrEnum):
     """How the weights are stored.
 
     FP8: e4m3, with a scale for each output or for the matrix. FP8_BLOCKS: with one for each block.
-    PACKED: integers of compressed-tensors. GPTQ, AWQ: integers of these. NF4: 4 bits of
-    bitsandbytes, INT8: its 8 bits. MXFP4: matrices of experts alone, 4 bits with a power of two for
-    32 inputs.
+    ROUNDED_INT8: 8 bits with the same scales, and activations of 8 bits. PACKED: integers of
+    compressed-tensors. GPTQ, AWQ: integers of these. NF4: 4 bits of bitsandbytes, INT8: its 8 bits.
+    MXFP4: matrices of experts alone, 4 bits with a power of two for 32 inputs.
     """
 
     FP8 = "fp8"
     FP8_BLOCKS = "fp8_blocks"
+    ROUNDED_INT8 = "rounded_int8"
     PACKED = "packed"
     GPTQ = "gptq"
     AWQ = "awq"

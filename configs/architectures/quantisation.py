@@ -7,9 +7,9 @@ from configs.architectures.base import ArchitectureError
 from configs.quantisation import Activations, Quantisation, WeightFormat
 
 SERVED = (
-    "compressed-tensors (fp8 weights with fp8 or unquantised activations, and packed integers of "
-    "4 or 8 bits), fp8 in blocks, gptq of 4 or 8 bits, awq of 4 bits, bitsandbytes of 4 or "
-    "8 bits, mxfp4 of gpt-oss"
+    "compressed-tensors (fp8 weights with fp8 or unquantised activations, integers of 8 bits with "
+    "activations of 8 bits, and packed integers of 4 or 8 bits), fp8 in blocks, gptq of 4 or 8 "
+    "bits, awq of 4 bits, bitsandbytes of 4 or 8 bits, mxfp4 of gpt-oss"
 )
 
 
@@ -112,6 +112,14 @@ def _scheme(group: Mapping[str, Any]) -> Quantisation:
             return Quantisation(
                 method=_COMPRESSED, format=WeightFormat.FP8, activations=_activations(inputs, None)
             )
+    if (kind, bits) == ("int", 8) and inputs and strategy in ("tensor", "channel"):
+        if weights.get("symmetric", True):
+            return Quantisation(
+                method=_COMPRESSED,
+                format=WeightFormat.ROUNDED_INT8,
+                activations=_activations(inputs, None, "int"),
+            )
+        raise _refused(_COMPRESSED, "weights with zero points and activations of 8 bits")
     if kind == "int" and bits in (4, 8) and strategy in ("group", "channel") and not inputs:
         return Quantisation(
             method=_COMPRESSED,
@@ -132,13 +140,15 @@ def _block(given: Any) -> list[int]:
     return [int(size) for size in (given.split("x") if isinstance(given, str) else given)]
 
 
-def _activations(inputs: Mapping[str, Any] | None, group: int | None) -> Activations:
+def _activations(
+    inputs: Mapping[str, Any] | None, group: int | None, kind: str = "float"
+) -> Activations:
     """Read input_activations; group: inputs that share a scale, where weights have blocks."""
     if not inputs:
         return Activations.NONE
     found = {key: inputs.get(key) for key in ("type", "num_bits", "strategy", "dynamic")}
     symmetric = inputs.get("symmetric", True)
-    if symmetric and found["type"] == "float" and found["num_bits"] == 8:
+    if symmetric and found["type"] == kind and found["num_bits"] == 8:
         how = found["strategy"], bool(found["dynamic"])
         if how == ("token", True) and group is None:
             return Activations.TOKEN
@@ -147,7 +157,8 @@ def _activations(inputs: Mapping[str, Any] | None, group: int | None) -> Activat
         if how == ("group", True) and inputs.get("group_size") == group:
             return Activations.GROUP
     # One scale for a whole batch would let a request change its neighbours.
-    raise _refused(_COMPRESSED, f"input_activations {found}")
+    asymmetric = "" if symmetric else " with zero points"
+    raise _refused(_COMPRESSED, f"input_activations {found}{asymmetric}")
 
 
 def _fp8(given: Mapping[str, Any]) -> Quantisation:

@@ -19,6 +19,7 @@ from modeling.quantisation.bits_and_bytes import (
     round_nf4,
 )
 from modeling.quantisation.fp8 import round_blocks, round_rows
+from modeling.quantisation.int8 import read_rounded_int8, round_rows_to_int8
 from modeling.quantisation.integers import round_groups
 from modeling.quantisation.products import SIZES
 from modeling.quantisation.stored_fp8 import SCALES, read_fp8, read_fp8_blocks
@@ -34,6 +35,7 @@ Reader = Callable[[Weights, LinearPart, Quantisation], LinearWeight]
 _STORED: dict[WeightFormat, tuple[Reader, tuple[str, ...]]] = {
     WeightFormat.FP8: (read_fp8, SCALES),
     WeightFormat.FP8_BLOCKS: (read_fp8_blocks, SCALES),
+    WeightFormat.ROUNDED_INT8: (read_rounded_int8, SCALES[:1]),
     WeightFormat.PACKED: (read_packed, ("weight_packed",)),
     WeightFormat.GPTQ: (read_gptq, ("qweight",)),
     WeightFormat.AWQ: (read_awq, ("qweight",)),
@@ -129,6 +131,15 @@ _SAME = {
 """What a checkpoint may be, where the setting asks for the same."""
 
 
+class RoundedInt8OfDummies:
+    """Integers of 8 bits, of random weights, with inputs that are rounded too."""
+
+    def read(self, weights: Weights, parts: Sequence[LinearPart]) -> LinearWeight:
+        """Make maps that share their input, and round them."""
+        matrix = read_dense(weights, parts).matrix
+        return round_rows_to_int8(matrix, _largest(weights, parts, matrix), weights.dtype)
+
+
 class IntegersOfDummies:
     """Integers of random weights, which no checkpoint stored."""
 
@@ -163,6 +174,7 @@ def format_of_dummies(stored: Quantisation | None, quantize: Quantize) -> Linear
         WeightFormat.FP8_BLOCKS: lambda: BlocksOfDummies(stored),
         WeightFormat.NF4: Nf4AtLoad,
         WeightFormat.INT8: Int8AtLoad,
+        WeightFormat.ROUNDED_INT8: RoundedInt8OfDummies,
     }
     return made.get(stored.format, lambda: IntegersOfDummies(stored))()
 

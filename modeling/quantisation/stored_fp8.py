@@ -25,17 +25,9 @@ _INPUT_SCALES = ("input_scale", "activation_scale")
 
 def read_fp8(weights: Weights, part: LinearPart, how: Quantisation) -> Fp8Weight:
     """Read a map whose weights have a scale for each output, or one for all."""
-    scales = _number(weights, part, SCALES).flatten()
-    own = scales.expand(part.shape[0]) if len(scales) == 1 else scales
-    if len(own) != part.shape[0]:
-        raise CheckpointError(
-            f"{part.name} has {len(own)} weight scales for {part.shape[0]} outputs: they must be "
-            "one, or one for each output"
-        )
-    rows = indices(part.rows, weights.device)
-    scale = _input_scale(weights, part, how)
-    codes = _codes(weights, part)
-    return Fp8Weight(codes, own[rows][:, None], how.activations, weights.dtype, scale)
+    scales = row_scales(weights, part)[indices(part.rows, weights.device)][:, None]
+    scale = input_scale(weights, part) if how.activations is Activations.STATIC else None
+    return Fp8Weight(_codes(weights, part), scales, how.activations, weights.dtype, scale)
 
 
 def read_fp8_blocks(weights: Weights, part: LinearPart, how: Quantisation) -> BlockFp8Weight:
@@ -64,8 +56,20 @@ def read_fp8_blocks(weights: Weights, part: LinearPart, how: Quantisation) -> Bl
         wide,
         how.activations,
         weights.dtype,
-        _input_scale(weights, part, how),
+        input_scale(weights, part) if how.activations is Activations.STATIC else None,
     )
+
+
+def row_scales(weights: Weights, part: LinearPart) -> Tensor:
+    """Read a scale for each output of the whole map, float32 [out]."""
+    scales = _number(weights, part, SCALES).flatten()
+    own = scales.expand(part.shape[0]) if len(scales) == 1 else scales
+    if len(own) != part.shape[0]:
+        raise CheckpointError(
+            f"{part.name} has {len(own)} weight scales for {part.shape[0]} outputs: they must be "
+            "one, or one for each output"
+        )
+    return own
 
 
 def indices(segments: Segments, device: torch.device) -> Tensor:
@@ -88,9 +92,8 @@ def _number(weights: Weights, part: LinearPart, names: tuple[str, ...]) -> Tenso
     raise CheckpointError(f"the checkpoint has no tensor {part.name}.{names[0]}")
 
 
-def _input_scale(weights: Weights, part: LinearPart, how: Quantisation) -> Tensor | None:
-    if how.activations is not Activations.STATIC:
-        return None
+def input_scale(weights: Weights, part: LinearPart) -> Tensor:
+    """Read the scale of a map's inputs, float32 [1]."""
     scale = _number(weights, part, _INPUT_SCALES).flatten()
     if len(scale) != 1 or not bool(scale > 0):
         raise CheckpointError(f"{part.name}: the scale of its inputs is not one positive number")

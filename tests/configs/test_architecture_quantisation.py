@@ -6,7 +6,7 @@ import pytest
 
 from configs.architectures.base import ArchitectureError
 from configs.architectures.quantisation import parse_quantisation
-from configs.quantisation import WeightFormat
+from configs.quantisation import Activations, WeightFormat
 
 PACKED = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}
 
@@ -14,6 +14,14 @@ PACKED = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}
 def compressed(**weights: Any) -> dict[str, Any]:
     group = {"weights": {**PACKED, **weights}}
     return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
+
+
+def int8(inputs: dict[str, Any], **weights: Any) -> dict[str, Any]:
+    """Weights and activations of 8 bits."""
+    given = compressed(num_bits=8, strategy="channel", group_size=None, **weights)
+    own = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
+    given["config_groups"]["group_0"]["input_activations"] = own | inputs
+    return given
 
 
 @pytest.mark.parametrize(
@@ -25,6 +33,9 @@ def compressed(**weights: Any) -> dict[str, Any]:
         ({"quant_method": "awq", "bits": 8}, "bits 8 is not supported"),
         ({"quant_method": "awq", "w_bit": 8}, "w_bit 8 is not supported"),
         ({"quant_method": "hqq"}, "this method is not supported"),
+        (int8({"symmetric": False}), "input_activations .* with zero points is not supported"),
+        (int8({"strategy": "tensor"}), "'tensor', 'dynamic': True} is not supported"),
+        (int8({}, symmetric=False), "zero points and activations of 8 bits is not supported"),
     ],
 )
 def test_what_is_refused(given: dict[str, Any], words: str) -> None:
@@ -47,6 +58,8 @@ def test_packed_integers_are_served() -> None:
         ({"quant_method": "gptq", "bits": 4, "format": "gptq_v2"}, {"offset_zeros": False}),
         ({"quant_method": "gptq", "bits": 8}, {"bits": 8}),
         ({"load_in_4bit": True}, {"format": WeightFormat.NF4}),
+        (int8({}), {"format": WeightFormat.ROUNDED_INT8, "activations": Activations.TOKEN}),
+        (int8({"strategy": "tensor", "dynamic": False}), {"activations": Activations.STATIC}),
         ({"load_in_8bit": True}, {"format": WeightFormat.INT8}),
         (
             {"quant_method": "fp8", "fmt": "float8_e4m3fn", "weight_block_size": [128, 128]},

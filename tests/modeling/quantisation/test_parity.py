@@ -77,7 +77,7 @@ class World:
     def compressed(self, family: str, preset: str) -> Path:
         folder = self.root / family / preset
         if not folder.exists():
-            kind: dict[str, Any] = {"group_size": 16} if preset.startswith("W") else {}
+            kind: dict[str, Any] = {"group_size": 16} if "A16" in preset else {}
             write_compressed(folder, self.dense(family), preset, **kind)
         return folder
 
@@ -104,6 +104,21 @@ def test_fp8_with_scales_of_tokens(made: World, ranks: int) -> None:
     compare(made.dense("llama"), made.adapters("llama"), oracle, ranks, quantize=FP8)
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_8_bits_with_scales_of_tokens(made: World, ranks: int) -> None:
+    stored = made.compressed("llama", "W8A8")
+    oracle = decompressed(stored)
+    round_in_parts(oracle, ranks)
+    compare(stored, made.adapters("llama"), oracle, ranks)
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_8_bits_with_scales_of_the_checkpoint(made: World, tmp_path: Path, ranks: int) -> None:
+    inputs = {"dynamic": False, "strategy": "tensor", "observer": "minmax"}
+    stored = write_compressed(tmp_path / "static", made.dense("llama"), "W8A8", inputs=inputs)
+    compare(stored, made.adapters("llama"), decompressed(stored), ranks)
+
+
 @pytest.mark.parametrize(
     ("preset", "ranks"),
     [("FP8", 1), ("FP8", 4), ("W4A16", 1), ("W4A16", 4), ("W8A16", 2)],
@@ -125,12 +140,15 @@ def test_packed_integers_with_zero_points(made: World, ranks: int) -> None:
 
 @pytest.mark.parametrize(
     ("preset", "ranks"),
-    [("FP8_DYNAMIC", 1), ("FP8_DYNAMIC", 2), ("FP8_DYNAMIC", 4), ("W4A16", 2), ("W8A16", 4)],
+    [
+        *(("FP8_DYNAMIC", ranks) for ranks in (1, 2, 4)),
+        *(("W8A8", 1), ("W8A8", 2), ("W4A16", 2), ("W8A16", 4)),
+    ],
 )
 def test_generic_models(made: World, preset: str, ranks: int) -> None:
     stored = made.compressed(GENERIC, preset)
     oracle = decompressed(stored)
-    if preset == "FP8_DYNAMIC":
+    if preset in ("FP8_DYNAMIC", "W8A8"):
         round_in_parts(oracle, ranks)
     compare(stored, made.adapters(GENERIC), oracle, ranks)
 
