@@ -22,6 +22,7 @@ from configs.quantisation import Activations
 from modeling.quantisation.activations import BLOCK
 from modeling.quantisation.bits_and_bytes import round_int8
 from modeling.quantisation.fp8 import round_blocks, round_rows
+from modeling.quantisation.int8 import round_rows_to_int8
 from modeling.quantisation.integers import round_groups
 from modeling.runner.load_paged import load_paged
 from modeling.runner.loading import pick_device
@@ -104,6 +105,12 @@ def as_int8(name: str, matrix: Tensor) -> Tensors:
     return {f"{name}.weight": made.codes.data, f"{name}.SCB": made.scales.data}
 
 
+def as_rounded_int8(name: str, matrix: Tensor) -> Tensors:
+    """8 bits as compressed-tensors has them."""
+    made = round_rows_to_int8(matrix, matrix.abs().amax(1), torch.bfloat16)
+    return {f"{name}.weight": made.codes.data, f"{name}.weight_scale": made.scales.data}
+
+
 def _words(codes: Tensor) -> Tensor:
     """Put eight codes of a row into an int32, the first one low."""
     parts = codes.long().view(len(codes), -1, 8) << torch.arange(0, 32, 4)
@@ -143,6 +150,21 @@ FORMS: dict[str, tuple[Callable[[str, Tensor], Tensors] | None, dict[str, Any]]]
     "nf4": (
         as_nf4,
         {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+    ),
+    "8 bits and activations": (
+        as_rounded_int8,
+        {
+            "quant_method": "compressed-tensors",
+            "quantization_status": "compressed",
+            "config_groups": {
+                "group_0": {
+                    "weights": {"type": "int", "num_bits": 8, "strategy": "channel"},
+                    "input_activations": {
+                        **{"type": "int", "num_bits": 8, "strategy": "token", "dynamic": True}
+                    },
+                }
+            },
+        },
     ),
     "8 bits": (as_int8, {"quant_method": "bitsandbytes", "load_in_8bit": True}),
     "nf4 at load": (None, {}),
