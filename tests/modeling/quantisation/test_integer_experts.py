@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from benchmarks.stored import mark_stored
 from configs.architectures.base import ArchitectureError
 from configs.model import DType, LoadFormat, ModelConfig
+from modeling.models.generic import experts
 from modeling.runner.loading import load_model
 from sharding.group import LoneRank, SingleRank
 from tests.checkpoints import load_oracle, write_adapter
@@ -116,12 +117,22 @@ def test_tokens_of_ranks_with_whole_experts(made: World, form: str, ranks: int) 
 
 
 @pytest.mark.parametrize("form", ["gptq", "symmetric", "packed"])
-def test_steps_on_gpus_are_captured_and_adapters_of_experts_refused(made: World, form: str) -> None:
+def test_steps_on_gpus_are_captured_and_adapters_of_experts_taken_where_compared(
+    made: World, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A group's scales, whatever their number, are no factors of a product of groups."""
     stored, _ = made.stored("qwen3_moe", form)
-    config = engine_config(stored, model=ModelConfig(id=str(stored), dtype=DType.BFLOAT16))
-    model: Any = load_model(config, SingleRank(), CPU).model
+
+    def loaded(dtype: DType) -> Any:
+        config = engine_config(stored, model=ModelConfig(id=str(stored), dtype=dtype))
+        return load_model(config, SingleRank(), CPU).model
+
+    model = loaded(DType.BFLOAT16)
     assert model.capturable
+    assert model.adapts_experts_on_gpus
+    assert not loaded(DType.FLOAT32).adapts_experts_on_gpus
+    monkeypatch.setattr(experts, "DELTAS_OF_INTEGERS", frozenset())
+    model = loaded(DType.BFLOAT16)
     assert not model.adapts_experts_on_gpus
     assert not model.has_expert_kernels
 
