@@ -9,7 +9,8 @@ All layers are random, but those whose sums the stream takes add next to nothing
 goes on along one known ring of tokens from the prompt's last one. `play --url URL` asks with
 prompts that hold the next part of the ring with a share of wrong tokens, as an edit or a summary
 does: the answer copies the prompt but for these. Both servers get the same prompts, and right
-answers are known, so each is checked.
+answers are known, so each is checked. `steps` counts the steps that prompt lookup takes for such
+answers, without a server: as if every draft of eight tokens were checked.
 """
 
 import argparse
@@ -27,6 +28,7 @@ from torch import Tensor
 
 from benchmarks.serving import Case, run
 from benchmarks.workload import SHAPES, config_of, sizes_of, write_model
+from scheduler.drafts import Drafter
 
 RING_SEED = 5
 FIRST = 2
@@ -112,6 +114,30 @@ def prompts(
         yield [*before, *copied, text[0]], text[1:]
 
 
+def num_steps(prompt: Sequence[int], answer: Sequence[int], length: int = 8) -> int:
+    """The steps that an answer takes: each brings the right tokens of its draft, and one more."""
+    drafter, known = Drafter(), list(prompt)
+    steps = 0
+    while rest := list(answer[len(known) - len(prompt) :]):
+        draft = drafter.find(known, min(length, len(rest) - 1))
+        right = next((i for i, token in enumerate(draft) if token != rest[i]), len(draft))
+        drafter.verified(len(draft), right)
+        known += rest[: right + 1]
+        steps += 1
+    return steps
+
+
+def show_steps(parsed: argparse.Namespace) -> None:
+    """Print the tokens a step for each share of wrong tokens."""
+    ring = ring_of(SHAPES[parsed.shape]["vocab_size"])
+    for wrong in parsed.wrong:
+        case = Case("steps", ("",), 1, 64, parsed.input, parsed.output)
+        made = list(prompts(ring, case, wrong, seed=0))
+        steps = sum(num_steps(prompt, answer) for prompt, answer in made)
+        tokens = sum(len(answer) for _, answer in made)
+        print(f"{wrong:.0%} wrong: {tokens / steps:.2f} tokens a step")
+
+
 async def check(url: str, model: str, ring: Sequence[int], vocab: int) -> None:
     """SystemExit where a greedy answer is not the ring's; vocab: of the model."""
     import aiohttp
@@ -186,11 +212,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     playing.add_argument("--wrong", type=float, nargs="+", default=[0.05, 1.0])
     playing.add_argument("--input", type=int, default=512)
     playing.add_argument("--output", type=int, default=256)
-    for each in (write, playing):
+    counting = commands.add_parser("steps")
+    counting.add_argument("--wrong", type=float, nargs="+", default=[0.05, 0.1])
+    counting.add_argument("--input", type=int, default=512)
+    counting.add_argument("--output", type=int, default=256)
+    for each in (write, playing, counting):
         each.add_argument("--shape", choices=sorted(SHAPES), default="llama3-8b")
     parsed = parser.parse_args(arguments)
     if parsed.command == "write":
         write_copying(parsed.folder, parsed.shape, parsed.layers)
+    elif parsed.command == "steps":
+        show_steps(parsed)
     else:
         asyncio.run(play(parsed))
 

@@ -43,6 +43,7 @@ SHORTEST_REST, LONGEST_REST = 32, 256
 """Tokens of an answer for which few are expected, before more are; twice as many each time."""
 
 _BYTES = array("i").itemsize
+_MOVES = sorted(range(-NEAR, NEAR + 1), key=abs)
 
 
 class Drafter:
@@ -136,7 +137,7 @@ class Drafter:
             return False
         if not self._is_lost:
             return True
-        for moved in sorted(range(-NEAR, NEAR + 1), key=abs):
+        for moved in _MOVES:
             at = source + moved * _BYTES
             if 0 <= at < last and known[at : at + _BYTES] == known[last:]:
                 self._distance = last - at

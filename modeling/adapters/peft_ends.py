@@ -275,9 +275,9 @@ def _check_vocabulary(key: str, shape: Sequence[int], wanted: tuple[int, ...]) -
     if tuple(shape[1:]) != wanted[1:]:
         refuse(f"{differs}: the adapter is for another base model")
     refuse(
-        f"{differs}: the vocabulary was resized, or the adapter is for another base model; serve "
-        f"the base model with resize_token_embeddings({shape[0]}) and saved again, or if no new "
-        "token is needed and this matrix was not trained, save the adapter with "
+        f"{differs}: the vocabulary was resized, or the adapter is for another base model. Resize "
+        f"the base model by resize_token_embeddings({shape[0]}), save it and serve that; or, if no "
+        "new token is needed and this matrix was not trained, save the adapter with "
         "save_embedding_layers=False"
     )
 

@@ -1,27 +1,11 @@
 """Drafts of answers that copy a text and change some of it."""
 
 import random
-from collections.abc import Sequence
 
 import pytest
 
+from benchmarks.copying import num_steps
 from scheduler.drafts import NEAR, Drafter
-
-LENGTH = 8
-"""Tokens of a draft."""
-
-
-def num_steps(prompt: Sequence[int], answer: Sequence[int]) -> int:
-    """The steps that an answer takes: each brings the right tokens of its draft, and one more."""
-    drafter, known = Drafter(), list(prompt)
-    steps = 0
-    while rest := list(answer[len(known) - len(prompt) :]):
-        draft = drafter.find(known, min(LENGTH, len(rest) - 1))
-        right = next((i for i, t in enumerate(draft) if t != rest[i]), len(draft))
-        drafter.verified(len(draft), right)
-        known += rest[: right + 1]
-        steps += 1
-    return steps
 
 
 def text(count: int, seed: int = 0) -> list[int]:
@@ -49,7 +33,7 @@ NEW = 20_000
 )
 def test_a_change_costs_few_steps(copy: list[int]) -> None:
     """Without it, the first three tokens have no draft, and then each step brings nine."""
-    plain = 3 + -(-(len(SOURCE) - 3) // (LENGTH + 1))
+    plain = 3 + -(-(len(SOURCE) - 3) // 9)
     assert num_steps(SOURCE, SOURCE) == plain
     assert num_steps(SOURCE, copy) <= plain + 4
 
