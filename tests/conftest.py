@@ -5,10 +5,11 @@ from collections.abc import Generator, Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
-from xdist.scheduler import LoadScopeScheduling
 
 from deployments.ingress.text import conversion
 from tests.conversions import in_forks
+from tests.sharing import OF_RAY
+from tests.sharing import pytest_xdist_make_scheduler as pytest_xdist_make_scheduler
 
 # The same examples each time, and no test asserts a time: a busy machine is no failure.
 settings.register_profile(
@@ -18,8 +19,6 @@ settings.register_profile(
 settings.register_profile("explore", settings.get_profile("loray"), derandomize=False)
 settings.load_profile("loray")
 
-_RAY = "tests/end_to_end/"
-
 
 @pytest.fixture(scope="session", autouse=True)
 def _conversions_in_forks() -> Iterator[None]:
@@ -27,22 +26,6 @@ def _conversions_in_forks() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(conversion, "run", in_forks(conversion.run))
         yield
-
-
-class ByFile(LoadScopeScheduling):  # type: ignore[misc]
-    """A file's tests run on one worker, and all tests that start Ray on the one with the first.
-
-    Those wait for processes more than they compute, so the other worker has the cores meanwhile.
-    """
-
-    def _split_scope(self, nodeid: str) -> str:
-        return _RAY if nodeid.startswith(_RAY) else nodeid.split("::", 1)[0]
-
-
-def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> ByFile:
-    """Share out by scope, in the order of collection."""
-    config.option.loadscopereorder = False
-    return ByFile(config, log)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -75,7 +58,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     Those that share a server come after those with one of their own: side by side the two would
     only take each other's cores.
     """
-    items.sort(key=lambda item: (not item.nodeid.startswith(_RAY), "demo" in _fixtures(item)))
+    items.sort(key=lambda item: (not item.nodeid.startswith(OF_RAY), "demo" in _fixtures(item)))
 
 
 def _fixtures(item: pytest.Item) -> list[str]:
