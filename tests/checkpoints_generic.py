@@ -12,6 +12,7 @@ from tests.modeling.models.tiny_causal import write_tiny
 VOCAB_SIZE = 96
 LAYERS = 4
 MIXED = ["sliding_attention", "full_attention"] * 2
+LINEAR = ["linear_attention", "full_attention"] * 2
 WINDOW = 9
 
 SHAPE: dict[str, Any] = {
@@ -26,6 +27,14 @@ SHAPE: dict[str, Any] = {
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
+}
+
+DELTA_NET = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 4,
 }
 
 GENERIC: dict[str, dict[str, Any]] = {
@@ -69,6 +78,20 @@ GENERIC: dict[str, dict[str, Any]] = {
         "attention_multiplier": 0.3,
         "tie_word_embeddings": True,
     },
+    "granite_hybrid": {
+        "model_type": "granitemoehybrid",
+        "layer_types": ["mamba", "attention"] * 2,
+        "num_local_experts": 4,
+        "shared_intermediate_size": 48,
+        "position_embedding_type": "rope",
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+        "mamba_d_state": 8,
+        "mamba_n_groups": 2,
+        "mamba_chunk_size": 4,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.3,
+    },
     "helium": {"head_dim": 8},
     "hunyuan_stretched": {
         "model_type": "hunyuan_v1_dense",
@@ -79,6 +102,7 @@ GENERIC: dict[str, dict[str, Any]] = {
             "factor": 1.0,
         },
     },
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "block_multiple_of": 8, "head_dim": 8},
     "llama4_text": {
         "layer_types": ["chunked_attention", "full_attention"] * 2,
         "attention_chunk_size": 16,
@@ -96,6 +120,15 @@ GENERIC: dict[str, dict[str, Any]] = {
     "olmo2": {"head_dim": 8},
     "olmo3": {"head_dim": 8, "layer_types": MIXED, "sliding_window": WINDOW},
     "phi": {"head_dim": 8},
+    "qwen3_5_text": {**DELTA_NET, "layer_types": LINEAR},
+    "qwen3_next": {
+        **DELTA_NET,
+        "layer_types": LINEAR,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 24,
+    },
     "seed_oss": {"attention_bias": True},
     "smollm3": {"no_rope_layers": [1, 0, 1, 0], "head_dim": 8},
     "six_experts": {
@@ -151,8 +184,10 @@ def randomise(name: str, parameter: torch.nn.Parameter) -> None:
 COLUMNS = (
     "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "gate_up_proj", "fc1", "c_fc",
     "per_layer_input_gate", "per_layer_projection", "per_layer_model_projection", "input_linear",
+    "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba", "in_proj",
+    "w1", "w3",
 )  # fmt: skip
-ROWS = ("o_proj", "dense", "down_proj", "fc2", "c_proj", "output_linear")
+ROWS = ("o_proj", "dense", "down_proj", "fc2", "c_proj", "output_linear", "out_proj", "w2")
 """Linear layers by all of the families' names; a family has some of them."""
 
 GENERIC_ADAPTERS = {

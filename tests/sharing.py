@@ -32,8 +32,7 @@ class ByFile(LoadScopeScheduling):  # type: ignore[misc]
         crashed: str = left[scope][0]
         work[scope][crashed] = True
         self.workqueue.update({s: tests for s, tests in work.items() if not all(tests.values())})
-        for other in self.assigned_work:
-            self._reschedule(other)
+        self.schedule()
         return crashed
 
 

@@ -12,17 +12,19 @@ from configs.architectures.base import ArchitectureError, ModelArchitecture
 
 PAGED_TYPES = frozenset(
     (
-        "afmoe", "apertus", "apertus1p5_text", "arcee", "aria_text", "axk1", "beam", "cohere",
-        "cohere2", "cohere2_moe", "cwm", "dbrx", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5",
-        "ernie4_5_moe", "exaone", "exaone4", "exaone_moe", "flex_olmo", "flint", "gemma", "gemma2",
-        "gemma3_text", "gemma3n_text", "gemma4_text", "gemma4_unified_text", "glm", "glm4",
-        "glm4_moe", "glm4_moe_lite", "gpt_oss", "granite_swa", "granitemoe", "granitemoe_swa",
-        "granitemoehybrid", "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe",
-        "hyperclovax", "internlm3", "iquestcoder", "jais2", "jetmoe", "kolibri1", "lfm2_moe",
-        "llama4_text", "mellum", "minicpm3", "minimax_m2", "minimax_m3_vl_text", "ministral",
-        "ministral3", "mixtral", "modernbert-decoder", "nanochat", "nemotron", "olmo", "olmo2",
-        "olmo3", "olmoe", "persimmon", "phi", "phimoe", "qwen2_moe", "qwen3_moe", "sarvam_mla",
-        "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma",
+        "afmoe", "apertus", "apertus1p5_text", "arcee", "aria_text", "axk1", "bailing_hybrid",
+        "bamba", "beam", "cohere", "cohere2", "cohere2_moe", "cwm", "dbrx", "deepseek_v2",
+        "deepseek_v3", "dots1", "ernie4_5", "ernie4_5_moe", "exaone", "exaone4", "exaone_moe",
+        "falcon_h1", "flex_olmo", "flint", "gemma", "gemma2", "gemma3_text", "gemma3n_text",
+        "gemma4_text", "gemma4_unified_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt_oss",
+        "granite_swa", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared",
+        "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hyperclovax", "internlm3", "iquestcoder",
+        "jais2", "jetmoe", "kimi_linear", "kolibri1", "lfm2", "lfm2_moe", "lfm3", "llama4_text",
+        "mellum", "minicpm3", "minimax_m2", "minimax_m3_vl_text", "ministral", "ministral3",
+        "mixtral", "modernbert-decoder", "nanochat", "nemotron", "nemotron_h", "olmo", "olmo2",
+        "olmo3", "olmo_hybrid", "olmoe", "persimmon", "phi", "phimoe", "qwen2_moe",
+        "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "sarvam_mla", "seed_oss",
+        "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma",
     )
 )  # fmt: skip
 """The `model_type`s of config.json that are served so."""
@@ -35,10 +37,16 @@ BUILT_AS: dict[str, tuple[str, ...]] = {
 _ROPE_TYPES = frozenset({None, "default", "dynamic", "linear", "llama3", "proportional", "yarn"})
 """Rotary frequencies that are one table for all rows: dynamic up to the model's own length."""
 
-_LAYER_KINDS = frozenset({"attention", "full_attention", "sliding_attention", "chunked_attention"})
+RECURRENT_TYPES = frozenset(
+    (
+        "bailing_hybrid", "bamba", "falcon_h1", "granitemoehybrid", "kimi_linear", "lfm2",
+        "lfm2_moe", "lfm3", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text",
+        "qwen3_next",
+    )
+)  # fmt: skip
+"""Those of them that may have recurrent layers beside those that attend."""
 
-_UNSAID_LAYERS: dict[Any, tuple[str, ...]] = {"granitemoehybrid": ("mamba",)}
-"""What types that may have recurrent layers consist of where layer_types is absent."""
+_LAYER_KINDS = frozenset({"attention", "full_attention", "sliding_attention", "chunked_attention"})
 
 
 class GenericArchitecture(ModelArchitecture):
@@ -83,8 +91,8 @@ def _obstacle(config: Mapping[str, Any]) -> str | None:
     ropes = {rope.get("rope_type", rope.get("type")) for rope in _ropes(config)} - _ROPE_TYPES
     if ropes:
         return f"rope_type {', '.join(sorted(map(str, ropes)))} is not served paged for {kind}"
-    layers = {*(config.get("layer_types") or _UNSAID_LAYERS.get(kind, ()))} - _LAYER_KINDS
-    if layers:
+    layers = {*(config.get("layer_types") or ())} - _LAYER_KINDS
+    if layers and kind not in RECURRENT_TYPES:
         return f"layer_types {', '.join(sorted(layers))} are not served paged"
     table = config.get("vocab_size_per_layer_input") or config["vocab_size"]
     is_read = kind == "gemma4_text" and config.get("hidden_size_per_layer_input")

@@ -18,7 +18,10 @@ from configs.architectures.base import (
 DEFAULT_LENGTH = 2048
 """Tokens of the longest sequence where a model names no limit of its own: LoRAX's default."""
 
-_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx")
+_LENGTHS = (
+    "max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx",
+    "model_max_length",
+)  # fmt: skip
 AUTO_SUFFIX = "ForCausalLM"
 """Behind a model_type: the name of what AutoModelForCausalLM makes of it, where none is given."""
 _CAUSAL = (AUTO_SUFFIX, "LMHeadModel")
@@ -52,8 +55,9 @@ def parse(name: str, config: Mapping[str, Any]) -> PaddedArchitecture:
         raise ArchitectureError("is_encoder_decoder: only decoders are served")
     # Falcon keeps max_position_embeddings in its config when ALiBi makes it meaningless.
     length = None if config.get("alibi") else _first(config, _LENGTHS)
-    layers = _first(config, LAYER_COUNTS)
-    if layers is None:
+    kinds = config.get("layers_block_type") or config.get("layer_types") or ()
+    layers = _first(config, LAYER_COUNTS) or len(kinds)
+    if not layers:
         raise ArchitectureError(f"config.json gives none of {', '.join(LAYER_COUNTS)}")
     return PaddedArchitecture(
         architecture=name,

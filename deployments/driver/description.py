@@ -101,6 +101,7 @@ def startup_info(reports: Sequence[LoadReport], speculation: SpeculationConfig) 
     of_experts = [count for name, count in own if name.startswith("experts.")]
     if of_experts:
         adapters += f"; {min(of_experts)} of 8 rows of one expert for each of the experts' maps"
+    states = max(report.state_bytes for report in reports)
     return {
         "device": f"{first.device} x {len(reports)}, {first.dtype}",
         "attention": first.attention,
@@ -108,6 +109,7 @@ def startup_info(reports: Sequence[LoadReport], speculation: SpeculationConfig) 
         "all-reduce": first.all_reduce,
         "pages": f"{pages.num_blocks} of {_tokens(pages)} tokens, {cache}{_shortened(pages)}",
         "adapter pages": f"{adapters}; {pools}",
+        **({"states": f"{_size(states)} of recurrent layers"} if states else {}),
         "weights": "; ".join(dict.fromkeys(map(_weights, reports))),
         "speculation": _speculation(speculation, pages),
         "load": f"{max(report.load_seconds for report in reports):.1f} s",
@@ -125,7 +127,7 @@ def _speculation(config: SpeculationConfig, capacity: Capacity) -> str:
     if config.kind is SpeculationKind.NONE:
         return "none"
     if not capacity.drafts:
-        return f"none: {config.kind.value} needs a paged model"
+        return f"none: {config.kind.value} needs a paged model, without recurrent layers"
     most = min(config.max_tokens, capacity.draft_heads or config.max_tokens)
     return f"{config.kind.value}, up to {most} tokens"
 

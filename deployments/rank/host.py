@@ -138,6 +138,7 @@ class RankHost:
             load_seconds=time.monotonic() - self._started,
             weight_forms=dict(report.weight_forms),
             graphs_left=self._runner.num_unrecorded,
+            state_bytes=report.state_bytes,
         )
 
     def run(self, channel: Channel) -> None:
@@ -188,9 +189,9 @@ def capacity_of(report: RunnerReport) -> Capacity:
         host_bytes=report.host_bytes,
         max_total_tokens=report.max_total_tokens,
         chunked=report.paged,
-        prefix_caching=report.paged,
+        prefix_caching=report.paged and not report.state_bytes,
         rope_sets=report.rope_sets,
         kv_groups=report.kv_groups,
-        drafts=report.paged,
+        drafts=report.paged and not report.state_bytes,
         draft_heads=report.draft_heads,
     )

@@ -151,6 +151,7 @@ class LoadReport(msgspec.Struct, frozen=True):
     ..._bytes: of this rank alone.
     weight_forms: the bytes of its weights in each form.
     graphs_left: CUDA graphs that are recorded while steps run already.
+    state_bytes: of what recurrent layers keep of sequences.
     """
 
     rank: int
@@ -167,3 +168,4 @@ class LoadReport(msgspec.Struct, frozen=True):
     load_seconds: float
     weight_forms: dict[str, int] = {}
     graphs_left: int = 0
+    state_bytes: int = 0

@@ -1,6 +1,6 @@
 """The interface between a paged model and its runner."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -32,6 +32,23 @@ class AttentionLayer:
     sinks: bool = False
     chunk: int | None = None
     source: int | None = None
+
+
+class RecurrentStates(Protocol):
+    """What recurrent layers keep of each batch slot, on one rank."""
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Bytes of one sequence's states in all layers."""
+        ...
+
+    def allocate(self, batch_slots: int) -> None:
+        """Take the memory of so many sequences' states."""
+        ...
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All states, each [batch slots, ...]."""
+        ...
 
 
 class PagedModel(Protocol):
@@ -71,6 +88,11 @@ class PagedModel(Protocol):
     @property
     def attention_layers(self) -> tuple[AttentionLayer, ...]:
         """What each layer's attention is on this rank."""
+        ...
+
+    @property
+    def states(self) -> RecurrentStates | None:
+        """What recurrent layers keep; None for a model without. Steps name their `state_rows`."""
         ...
 
     def paged(

@@ -50,6 +50,23 @@ class GroupStep:
 
 
 @dataclass(frozen=True)
+class StateRows:
+    """Rows of a step that recurrent layers compute together, as their states are.
+
+    tokens: theirs among the step's. single: whether the rows are of one token each; else it is one
+    row. begins: whether they begin at their first position, so that there is no state yet.
+    slots: int64 [rows], their batch slots; None where no state is kept. adapter_data: of these
+    tokens, None for the base model alone.
+    """
+
+    tokens: slice
+    single: bool
+    begins: bool
+    slots: Tensor | None
+    adapter_data: AdapterData | None = None
+
+
+@dataclass(frozen=True)
 class PagedContext:
     """One step of the engine: rows packed one after the other, keys and values in pages.
 
@@ -61,12 +78,14 @@ class PagedContext:
     adapter_data: the adapters of the step's tokens, None for the base model alone.
     stored: int64 [n], the tokens that store their k and v (None: all); the others' are in the
         cache already.
+    state_rows: the step's rows as recurrent layers compute them; () for models without.
     """
 
     caches: list[LayerCache]
     groups: tuple[GroupStep, ...]
     adapter_data: AdapterData | None = None
     stored: Tensor | None = None
+    state_rows: tuple[StateRows, ...] = ()
 
     def store(
         self, layer: int, qkv: Tensor, heads: HeadCut, angles: Angles | None = None

@@ -65,6 +65,7 @@ class PagedBase(nn.Module):
 
     capturable = True
     has_expert_kernels = False
+    states = None
     score: Tensor | None
 
     def __init__(self, config: ModelArchitecture, weights: Weights, outline: ModelOutline) -> None:

@@ -11,7 +11,7 @@ from modeling.adapters.product import AdapterData
 from modeling.attention.base import AttentionBackend, AttentionStep
 from modeling.attention.kv_cache import LayerCache
 from modeling.models.base import PagedModel
-from modeling.models.context import GroupStep, PagedContext
+from modeling.models.context import GroupStep, PagedContext, StateRows
 from modeling.runner.input_batch import StepInputs, StepTensors
 
 StepPlans = Sequence[AttentionStep]
@@ -33,10 +33,14 @@ class PagedForward:
     norms: AdaptedNorms | None = None
 
     def logits(
-        self, tensors: StepTensors, attention: StepPlans, adapters: AdapterData | None
+        self,
+        tensors: StepTensors,
+        attention: StepPlans,
+        adapters: AdapterData | None,
+        state_rows: tuple[StateRows, ...] = (),
     ) -> Tensor:
         """Return the logits [sampling rows, vocab]."""
-        return self._run(tensors, attention, adapters, tensors.last_tokens)
+        return self._run(tensors, attention, adapters, tensors.last_tokens, state_rows)
 
     def logits_and_states(
         self, tensors: StepTensors, attention: StepPlans, adapters: AdapterData | None
@@ -63,10 +67,14 @@ class PagedForward:
         return self.logits(tensors, attention, adapters), None
 
     def hidden(
-        self, tensors: StepTensors, attention: StepPlans, adapters: AdapterData | None
+        self,
+        tensors: StepTensors,
+        attention: StepPlans,
+        adapters: AdapterData | None,
+        state_rows: tuple[StateRows, ...] = (),
     ) -> Tensor:
         """Return all tokens' hidden states [tokens, ...], without the head."""
-        return self._run(tensors, attention, adapters, None)
+        return self._run(tensors, attention, adapters, None, state_rows)
 
     def _run(
         self,
@@ -74,12 +82,13 @@ class PagedForward:
         attention: StepPlans,
         adapters: AdapterData | None,
         head_tokens: Tensor | None,
+        state_rows: tuple[StateRows, ...],
     ) -> Tensor:
         groups = tuple(
             GroupStep(group.cu_seqlens, group.block_tables, group.slots, step)
             for group, step in zip(tensors.groups, attention, strict=True)
         )
-        context = PagedContext(self.cache, groups, adapters)
+        context = PagedContext(self.cache, groups, adapters, state_rows=state_rows)
         with nullcontext() if self.norms is None else self.norms.captured(adapters):
             output, _ = self.model.paged(
                 tensors.input_ids,

@@ -32,6 +32,7 @@ class StepLayout:
     ids_at: [T], the inputs' indices in the flat token buffer.
     positions: [T], with each row's rope set (p + set * POSITIONS_PER_SET).
     bounds: [n + 1], where rows start.
+    row_slots, row_starts: [n], the rows' batch slots, and their first positions.
     groups: the same for each KV group's attention.
     last_tokens: [s], the tokens among the T at which rows sample: a row's last one, and before it
     as many as it has drafts.
@@ -47,6 +48,8 @@ class StepLayout:
     ids_at: Ints
     positions: Ints
     bounds: Ints
+    row_slots: Ints
+    row_starts: Ints
     groups: tuple[GroupLayout, ...]
     last_tokens: Ints
     targets: Ints
@@ -74,7 +77,7 @@ class StepLayout:
         """A step without rows: a captured step over it consists of padding rows alone."""
         none = np.zeros(0, dtype=np.int64)
         groups = (GroupLayout.empty(),) * num_groups
-        return cls(none, none, none, groups, none, none, [], [], [], [])
+        return cls(none, none, none, none, none, groups, none, none, [], [], [], [])
 
 
 @dataclass(frozen=True)
@@ -185,7 +188,6 @@ class InputBatch:
         sampling_slots, sampled_at = batch_slots[sampled], ends[sampled] - before_end
         targets = sampling_slots * self._width + sampled_at
         sampling = [self._sampling[slot] for slot in sampling_slots.tolist()]
-        sample_positions = sampled_at.tolist()
         adjusted = self._adjusted[sampling_slots].any()
         prompt_lengths = self._prompt_lengths[sampling_slots] if adjusted else None
         about_prompt = np.flatnonzero(self._about_prompt[batch_slots])
@@ -198,18 +200,19 @@ class InputBatch:
         bounds = np.concatenate([np.zeros(1, dtype=np.int64), lengths.cumsum()])
         row_of = np.repeat(np.arange(len(rows)), lengths)
         positions = np.arange(bounds[-1]) + (starts - bounds[:-1])[row_of]
-        slot_of = batch_slots[row_of]
-        step = StepRows(batch_slots, starts, ends, bounds, slot_of, positions)
+        step = StepRows(batch_slots, starts, ends, bounds, batch_slots[row_of], positions)
         adapter_slots, adapter_lengths = self._adapter_runs(batch_slots, starts, ends)
         return StepLayout(
-            ids_at=slot_of * self._width + positions,
+            ids_at=step.slot_of * self._width + positions,
             positions=positions + (rope_sets * POSITIONS_PER_SET)[row_of],
             bounds=bounds,
+            row_slots=batch_slots,
+            row_starts=starts,
             groups=tuple(tables.layout(step) for tables in self.tables),
             last_tokens=bounds[1:][now_at[sampled]] - 1 - before_end,
             targets=targets,
             sampling=sampling,
-            sample_positions=sample_positions,
+            sample_positions=sampled_at.tolist(),
             adapter_slots=adapter_slots,
             adapter_lengths=adapter_lengths,
             prompt_lengths=prompt_lengths,

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from configs.adapters import AdaptersConfig
-from configs.engine import AttentionKind, EngineConfig
+from configs.engine import AttentionKind, EngineConfig, SpeculationKind
 from modeling.adapters.bank import (
     AdapterBank,
     BankSize,
@@ -39,6 +39,7 @@ from modeling.runner.loading import load_model, read_eagle3, read_heads, total_t
 from modeling.runner.memory import (
     CACHE_SETTINGS,
     POOL_SETTINGS,
+    STATE_SETTINGS,
     NoCacheRoomError,
     adapter_pages,
     bank_size,
@@ -79,6 +80,7 @@ def load_paged(config: EngineConfig, group: TensorParallel, device: torch.device
         grammars = Grammars(lambda: fetch_model(config.model), model.vocab_size)
         cache, attention = choose_cache(config, weights, group)
         longest = total_tokens(config, weights.architecture)
+        _allocate_states(config, model)
         # Read behind the weights, so that the pools get their fraction of what is left.
         memory = device_memory(device) if device.type == "cuda" else None
         own, of_experts = _page_bytes(config.adapters, model)
@@ -112,6 +114,26 @@ def load_paged(config: EngineConfig, group: TensorParallel, device: torch.device
             heads=read_heads(config, model, group),
             drafter=_drafter(config, read_eagle3(config, model, group), model, cache),
         )
+    )
+
+
+def _allocate_states(config: EngineConfig, model: PagedModel) -> None:
+    """Take the memory of recurrent layers' states, for each batch slot; ValueError for heads."""
+    states, count, kind = model.states, config.limits.max_running, config.speculation.kind
+    if states is None:
+        return
+    if kind in (SpeculationKind.MEDUSA, SpeculationKind.EAGLE3):
+        raise ValueError(
+            f"engine.speculation.kind {kind.value}: this model has recurrent layers, of which no "
+            "state can go back behind wrong guesses: set it to none"
+        )
+    with fitting(STATE_SETTINGS):
+        states.allocate(count)
+    logger.info(
+        "recurrent layers keep %.1f MB of each sequence, %d of them at most: no prefixes are "
+        "shared, and no tokens guessed",
+        states.bytes_per_slot / 1e6,
+        count,
     )
 
 
@@ -181,6 +203,11 @@ class LoadedPaged(LoadedRunner):
                 return cuda_blocks(config, device_memory(parts.device), taken, block_bytes)
             except NoCacheRoomError as error:
                 raise ValueError(f"{error}{self._smaller(error.lacking)}") from error
+
+    @property
+    def _state_bytes(self) -> int:
+        states = self.parts.weights.model.states
+        return 0 if states is None else states.bytes_per_slot * self.parts.size.max_running
 
     def _smaller(self, lacking: int) -> str:
         """Return the forms of weights that would leave so many bytes more."""
@@ -322,6 +349,7 @@ class LoadedPaged(LoadedRunner):
             report,
             weight_forms=parts.weights.weight_forms,
             paged=True,
+            state_bytes=self._state_bytes,
             pool_pages=parts.bank.pool_pages,
             rope_sets=parts.weights.architecture.rope_sets,
             kv_groups=parts.size.kv_groups,

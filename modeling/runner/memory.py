@@ -44,6 +44,7 @@ def device_memory(device: torch.device) -> DeviceMemory:
     return DeviceMemory(total=total, free=free)
 
 
+STATE_SETTINGS = "the states of recurrent layers (limits.max_running)"
 CACHE_SETTINGS = "the KV cache (cache.num_blocks, cache.block_size)"
 POOL_SETTINGS = (
     "the adapters' pools (adapters.host_bytes, .device_pages, .max_device_adapters, .max_rank)"

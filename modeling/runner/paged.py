@@ -23,6 +23,7 @@ from modeling.attention.base import AttentionBackend
 from modeling.attention.clamping import ClampWatch
 from modeling.attention.kv_layout import KvLayout
 from modeling.batch import ForwardBatch, StepOutput
+from modeling.models.context import StateRows
 from modeling.models.medusa import MedusaHeads
 from modeling.runner.block_tables import Ints
 from modeling.runner.cache import Choices
@@ -36,10 +37,11 @@ from modeling.runner.loading import LoadedModel
 from modeling.runner.outputs import step_output
 from modeling.runner.report import RunnerReport
 from modeling.runner.shared import BaseRunner, RunnerParts, on_device
+from modeling.runner.state_rows import state_rows
 from modeling.sampling.prompt_scores import PromptReader, PromptScoresOnDevice
 from modeling.sampling.sampler import SampledStep, no_rows, sample_tokens
 from modeling.sampling.tensors import SamplingTensors, sampling_tensors
-from modeling.transfer import StepClock
+from modeling.transfer import StepClock, to_device
 
 logger = logging.getLogger("loray.modeling")
 
@@ -238,10 +240,11 @@ class ModelRunner(BaseRunner):
         if hidden is None:
             adapters = self._with_vocabulary(self._adapters(inputs), layout)
             with self._norms.using(layout.adapter_slots, layout.adapter_lengths):
+                rows = self._state_rows(layout)
                 if layout.sampling and not layout.prompt_rows and not guessing:
-                    logits = self._forward.logits(inputs, attention, adapters)
+                    logits = self._forward.logits(inputs, attention, adapters, rows)
                     return self._sample(layout, inputs, logits), None, None
-                hidden = self._forward.hidden(inputs, attention, adapters)
+                hidden = self._forward.hidden(inputs, attention, adapters, rows)
         head, scores = partial(self._head, layout), None
         if layout.prompt_rows:
             scores = self._prompts.read(layout.prompt_rows, hidden, self._input_batch.tokens, head)
@@ -305,6 +308,13 @@ class ModelRunner(BaseRunner):
         has_experts = self._bank.changes(slots, (ProjectionKind.EXPERTS,))
         by_kernels = has_experts and self._parts.has_expert_kernels
         return self._adapter_plan.batch(sum(lengths), tiles, by_kernels)
+
+    def _state_rows(self, layout: StepLayout) -> tuple[StateRows, ...]:
+        """Return the step's rows as recurrent layers compute them; () for a model without."""
+        if self._parts.weights.model.states is None:
+            return ()
+        slots = to_device(layout.row_slots, self._device)
+        return state_rows(layout, slots, partial(self._kernel.batch, self._bank))
 
     def _with_vocabulary(
         self, adapters: AdapterData | None, layout: StepLayout

@@ -16,6 +16,8 @@ class RunnerReport:
 
     attention, adapter_kernel: names; their reasons say why they were taken.
     paged: whether prompts may be cut into chunks, and sequences may share cached blocks.
+    state_bytes: of the states of recurrent layers. Where there are some, no blocks are shared and
+        no tokens guessed, for a state cannot go back.
     weight_forms: the bytes of weights in each form.
     captured_rows: the sizes of captured decode steps.
     draft_heads: how many tokens heads guess; None where drafts are not those of heads.
@@ -40,6 +42,7 @@ class RunnerReport:
     adapter_pool_bytes: int
     weight_forms: Mapping[str, int] = field(default_factory=dict)
     paged: bool = False
+    state_bytes: int = 0
     captured_rows: tuple[int, ...] = ()
     pool_pages: tuple[int, ...] = ()
     rope_sets: RopeSets | None = None

@@ -29,9 +29,17 @@ GRANITE = {
         {**GLM, "auto_map": {"AutoModelForCausalLM": "modeling_glm4.Glm4ForCausalLM"}},
         {**GLM, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
         {**GRANITE, "layer_types": ["attention", "attention"]},
+        {**GRANITE, "layer_types": ["mamba", "attention"]},
         {**GLM, "architectures": ["LlamaForCausalLM"], "model_type": "exaone"},
     ],
-    ids=["plain", "code of its repository", "dynamic", "attention alone", "another type's class"],
+    ids=[
+        "plain",
+        "code of its repository",
+        "dynamic",
+        "attention alone",
+        "recurrent layers",
+        "another",
+    ],
 )
 def test_paged(config: dict[str, Any]) -> None:
     """Code of a repository is not run where transformers has the type, as there by itself."""
@@ -42,8 +50,7 @@ def test_paged(config: dict[str, Any]) -> None:
     ("config", "reason"),
     [
         ({**GLM, "rope_scaling": {"type": "longrope"}}, "rope_type longrope is not served paged"),
-        ({**GRANITE, "layer_types": ["mamba", "attention"]}, "layer_types mamba are not served"),
-        (GRANITE, "layer_types mamba are not served"),
+        ({**GLM, "layer_types": ["mamba", "full_attention"]}, "layer_types mamba are not served"),
         ({**GLM, "model_type": "mine"}, "model_type mine is not among those with a paged"),
         ({**GLM, "max_position_embeddings": None}, "does not give max_position_embeddings"),
     ],

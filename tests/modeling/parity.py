@@ -471,6 +471,9 @@ def poison(runner: ModelRunner) -> None:
     for layer in runner._forward.cache:
         layer.keys.fill_(float("nan"))
         layer.values.fill_(float("nan"))
+    states = runner._parts.weights.model.states
+    for state in () if states is None else states.tensors():
+        state.fill_(float("nan"))
     if torch.cuda.is_available():
         # Fills go by another stream, and this one may still wait for another rank.
         torch.cuda.synchronize()

@@ -159,13 +159,11 @@ def test_keys_and_values_merged_in_the_wrong_order(
 ) -> None:
     real = MergedColumns.part
 
-    def part(
-        self: MergedColumns, x: Tensor, start: int, stop: int, is_first: bool, is_last: bool
-    ) -> Tensor:
-        if len(self.linear.base.offsets) == 3 and not is_first:
-            by = start - stop if is_last else stop - start
+    def part(self: MergedColumns, x: Tensor, start: int, stop: int) -> Tensor:
+        if len(self.linear.base.offsets) == 3 and start:
+            by = stop - start if start == self.linear.base.offsets[1] else start - stop
             start, stop = start + by, stop + by
-        return real(self, x, start, stop, is_first, is_last)
+        return real(self, x, start, stop)
 
     monkeypatch.setattr(MergedColumns, "part", part)
     expect_mismatch(world, MINISTRAL)
@@ -362,10 +360,12 @@ def test_keys_that_layers_share_read_from_the_wrong_layer(
 ) -> None:
     real = step.LayerForms.layers
 
-    def layers(self: step.LayerForms, num_layers: int) -> tuple[AttentionLayer, ...]:
-        found = list(real(self, num_layers))
+    def layers(
+        self: step.LayerForms, num_layers: int, all_attend: bool
+    ) -> dict[int, AttentionLayer]:
+        found = real(self, num_layers, all_attend)
         # The third layer stores keys of its own, which the model has not computed for it.
-        return (*found[:2], replace(found[2], source=None), *found[3:])
+        return found | {2: replace(found[2], source=None)}
 
     monkeypatch.setattr(step.LayerForms, "layers", layers)
     monkeypatch.setattr(PagedLayers, "_store", lambda self, layer, heads: heads.q.contiguous())

@@ -42,7 +42,9 @@ def test_together(world: World, variant: str, ranks: int) -> None:
     compare(world, Setting("generic", variant, ranks, EVERYONE))
 
 
-@pytest.mark.parametrize("variant", ["gemma2", "olmo3", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize(
+    "variant", ["gemma2", "olmo3", "deepseek_v3", "gpt_oss", "qwen3_5_text", "granite_hybrid"]
+)
 def test_scheduled(world: World, variant: str) -> None:
     """Under the real scheduler: prefix hits, and requests that are preempted and lost."""
     lengths = (37, 37, 21)

@@ -5,6 +5,7 @@ in float32 and compared with the formula. Whatever differs stays transformers'.
 """
 
 import copy
+import inspect
 import logging
 from collections import Counter
 from types import FunctionType, MethodType
@@ -85,7 +86,9 @@ def fuse(causal: nn.Module, step: CurrentStep) -> None:
     for path, module in list(causal.named_modules()):
         if not type(module).__module__.startswith("transformers."):
             continue
-        fused = _norm(module) or _mlp(module, step)
+        fused: nn.Module | None = _mlp(module, step)
+        if fused is None and not _reads_weights(causal.get_submodule(path.rpartition(".")[0])):
+            fused = _norm(module)
         if fused is not None:
             causal.set_submodule(path, fused)
             done[type(fused).__name__] += 1
@@ -104,7 +107,7 @@ def _norm(module: nn.Module) -> FusedRMSNorm | None:
     if set(parameters) != {"weight"} or not isinstance(eps, float):
         return None
     weight = parameters["weight"]
-    if weight.dim() != 1 or list(module.children()):
+    if weight.dim() != 1 or list(module.children()) or not _takes_one(module):
         return None
     probe = copy.deepcopy(module).to(device="cpu", dtype=torch.float32)
     # So small that eps has a say.
@@ -114,6 +117,17 @@ def _norm(module: nn.Module) -> FusedRMSNorm | None:
         if _same(probe(x), F.rms_norm(x, weight.shape, wide.cpu(), eps)):
             return FusedRMSNorm(wide, eps, module, plus)
     return None
+
+
+def _reads_weights(layer: nn.Module) -> bool:
+    """Whether a layer's forward looks at weights itself, as at a norm's type; ours are float32."""
+    code = getattr(inspect.unwrap(type(layer).forward), "__code__", None)
+    return code is not None and "weight" in code.co_names
+
+
+def _takes_one(module: nn.Module) -> bool:
+    """Whether a module takes one input alone: norms of recurrent layers have a gate beside it."""
+    return len(inspect.signature(module.forward).parameters) == 1
 
 
 def _mlp(module: nn.Module, step: CurrentStep) -> FusedGatedMLP | None:

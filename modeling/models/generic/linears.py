@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from modeling.adapters.linear import AdapterColumnLinear, AdapterRowLinear
 from modeling.adapters.projection import Projection
@@ -20,7 +21,11 @@ NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
 """A part of a path that counts: the layer's number, or an expert's."""
 
 MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Layers of one module that read the same input, in the order in which it calls them."""
+"""Layers of one module that read the same input."""
+
+
+NOT_ADAPTED = {"falcon_h1": "out_proj", "nemotron_h": "out_proj"}
+"""Layers that PEFT takes no LoRA on, by model_type: transformers' kernels read their weights."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,7 @@ class Positions:
 
 
 def replace_linears(
-    causal: nn.Module, plan: CutPlan, weights: Weights, step: CurrentStep
+    causal: PreTrainedModel, plan: CutPlan, weights: Weights, step: CurrentStep
 ) -> tuple[Projection, ...]:
     """Replace every nn.Linear of the decoder, reading its weights; returns what adapters change.
 
@@ -63,12 +68,11 @@ def replace_linears(
         base = _columns(group, weights)
         indices = [positions.of[each.path] for each in group]
         ((layer,), which) = {layer for _, layer in indices}, tuple(index for index, _ in indices)
-        merged = MergedColumns(AdapterColumnLinear(base, layer, which), step)
-        last = len(group) - 1
+        merged = MergedColumns(AdapterColumnLinear(base, layer, which), len(group), step)
         for index, each in enumerate(group):
             start = base.offsets[index]
             stop = start + width(each.cut.outputs)
-            part = MergedPart(merged, start, stop, index == 0, index == last)
+            part = MergedPart(merged, start, stop, index == 0)
             _replace(causal, each.path, part)
     done = {each.path for group in _merged(found) for each in group}
     for each in found:
@@ -79,9 +83,10 @@ def replace_linears(
     return tuple(positions.projections)
 
 
-def _linears(causal: nn.Module, plan: CutPlan) -> Iterator[FoundLinear]:
+def _linears(causal: PreTrainedModel, plan: CutPlan) -> Iterator[FoundLinear]:
+    left_out = NOT_ADAPTED.get(causal.config.model_type, "")
     for path, module in causal.named_modules():
-        if type(module) is nn.Linear and plan.covers(path):
+        if type(module) is nn.Linear and plan.covers(path) and path.rsplit(".", 1)[-1] != left_out:
             yield FoundLinear(path, module, plan.of(path, module))
 
 

@@ -8,15 +8,12 @@ weights are cut while they are read.
 import copy
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
-import transformers
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from configs.architectures.base import ArchitectureError
@@ -29,7 +26,8 @@ from modeling.adapters.projection import BaseRows, Projection
 from modeling.adapters.vocabulary import EndNames, vocabulary_projections
 from modeling.models.base import AttentionLayer
 from modeling.models.cache_name import cache_name
-from modeling.models.context import PagedContext
+from modeling.models.context import PagedContext, StateRows
+from modeling.models.generic.building import NOT_TAKEN, build
 from modeling.models.generic.cuts import CutPlan
 from modeling.models.generic.experts import RoutedLayers
 from modeling.models.generic.found_norms import find_norms, input_shapes
@@ -38,8 +36,8 @@ from modeling.models.generic.linears import replace_linears
 from modeling.models.generic.modules import GenericEmbedding, GenericHead, embedding_scale
 from modeling.models.generic.names import SourceNames
 from modeling.models.generic.reading import read_rest
+from modeling.models.generic.recurrent import RecurrentLayers
 from modeling.models.generic.step import (
-    ATTENTION,
     MASKS,
     CurrentStep,
     LayerForms,
@@ -54,12 +52,6 @@ from sharding.embedding import ParallelHead, VocabParallelEmbedding
 from sharding.loader import Weights
 
 logger = logging.getLogger("loray.modeling")
-
-NOT_TAKEN = (
-    *(ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RuntimeError),
-    StrictDataclassError,
-)
-"""What transformers' classes raise for values that they do not take."""
 
 ANGLES_ON_HOST = frozenset(("phimoe",))
 """Types of which transformers computes rotary frequencies on the host in each step."""
@@ -81,7 +73,7 @@ class GenericForCausalLM(nn.Module):
         self.vocab_size = architecture.vocab_size
         self.num_layers = architecture.num_layers
         self._step = CurrentStep()
-        self.causal = _build(architecture, weights.dtype)
+        self.causal = build(architecture, weights.dtype)
         self.unread = (*self.unread, *_unread(self.causal), *_unread_layers(architecture))
         # Llama 4 scales queries by positions that it counts itself.
         self._counts_positions = bool(getattr(self.causal.config, "attn_temperature_tuning", False))
@@ -110,8 +102,11 @@ class GenericForCausalLM(nn.Module):
         self.adapts_experts_on_gpus = routed.on_gpus
         routed.install(self._step, self.device)
         self.has_expert_kernels = weights.dtype is torch.bfloat16 and routed.have_kernels
-        has_form = _groups_can_be_captured(self.causal, weights.dtype)
-        self.capturable = has_form and self.causal.config.model_type not in ANGLES_ON_HOST
+        self._longest = architecture.max_total_tokens
+        self._finish(prefix)
+
+    def _finish(self, prefix: str) -> None:
+        """Put in what is computed otherwise than by transformers, and try the model."""
         self.causal.requires_grad_(False).train(False)
         fuse(self.causal, self._step)
         self._decoder = cast(nn.Module, getattr(self.causal, prefix))
@@ -121,8 +116,11 @@ class GenericForCausalLM(nn.Module):
         for module in self.causal.modules():
             if hasattr(module, "layer_idx"):
                 setattr(module, "loray_step", self._step)  # noqa: B010 - modules are not ours
-        self._longest = architecture.max_total_tokens
-        self._layers = self._learn_layers()
+        self._recurrent = RecurrentLayers(self.causal, self._step, self._decoder.config)
+        self._forms = self._learn_layers()
+        has_form = _groups_can_be_captured(self.causal, self.dtype)
+        is_known = self.causal.config.model_type not in ANGLES_ON_HOST
+        self.capturable = has_form and is_known and self.states is None
 
     @classmethod
     def build(cls, config: GenericArchitecture, weights: Weights) -> "GenericForCausalLM":
@@ -131,13 +129,18 @@ class GenericForCausalLM(nn.Module):
 
     @property
     def attention_layers(self) -> tuple[AttentionLayer, ...]:
-        """What each layer's attention is on this rank."""
-        return self._layers
+        """What attention is on this rank in each layer that attends."""
+        return tuple(form for _, form in self._forms.values())
 
     @property
     def embedding(self) -> VocabParallelEmbedding:
         """The tokens' embedding, without adapters."""
         return self._embedding.base
+
+    @property
+    def states(self) -> RecurrentLayers | None:
+        """The states of its recurrent layers; None without any."""
+        return self._recurrent if self._recurrent.layers else None
 
     @property
     def decoder_layers(self) -> Sequence[nn.Module]:
@@ -154,8 +157,8 @@ class GenericForCausalLM(nn.Module):
         skip_lm_head: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """(logits [n, vocab_size] or what the head reads, None); see `PagedModel`."""
-        layers = PagedLayers(context, self._layers)
-        with self._step.using(layers, context.adapter_data):
+        layers = PagedLayers(context, self._forms)
+        with self._step.using(layers, context.adapter_data, context.state_rows):
             hidden = self._decode(input_ids, position_ids)
         if lm_head_indices is not None:
             hidden = hidden[lm_head_indices]
@@ -225,15 +228,16 @@ class GenericForCausalLM(nn.Module):
         return hidden
 
     @torch.inference_mode()
-    def _learn_layers(self) -> tuple[AttentionLayer, ...]:
+    def _learn_layers(self) -> dict[int, tuple[int, AttentionLayer]]:
         """Compute a few tokens to see what each layer's attention is; all ranks do it together."""
         forms = LayerForms(_chunks(self.causal.config))
         shapes: dict[str, tuple[int, ...]] = {}
         ids = torch.tensor(PROBE, device=self.device) % self.vocab_size
         positions = torch.arange(len(PROBE), device=self.device)
+        rows = StateRows(slice(0, len(PROBE)), single=False, begins=True, slots=None)
         try:
             with (
-                self._step.using(forms, None),
+                self._step.using(forms, None, (rows,)),
                 input_shapes(self.causal, shapes),
                 marked_masks(self._decoder.config),
             ):
@@ -250,9 +254,12 @@ class GenericForCausalLM(nn.Module):
                 f"config.json, as its fields do not fit each other: {error!r}"
             ) from error
         self._norms = find_norms(self.causal, self._plan, shapes, len(PROBE))
-        layers = forms.layers(self.num_layers)
+        # Beside recurrent layers some are feed-forwards alone.
+        layers = forms.layers(self.num_layers, all_attend=not self._recurrent.layers)
+        if not layers:
+            raise ArchitectureError("none of its layers attends, so no cache of blocks holds it")
         check_windows(self._decoder.config, layers, self._longest)
-        return layers
+        return _numbered(layers)
 
 
 @dataclass
@@ -264,6 +271,11 @@ class _Output(MoeModelOutputWithPast):
 
 class _Given(nn.Module):
     """Replaces a decoder where its output is computed already."""
+
+    def __init__(self, decoder: nn.Module) -> None:
+        """decoder: a causal class may multiply by a number that it keeps there."""
+        super().__init__()
+        self.__dict__ |= {k: v for k, v in vars(decoder).items() if isinstance(v, float)}
 
     def forward(self, inputs_embeds: Tensor, **_options: Any) -> MoeModelOutputWithPast:
         """Return what came in."""
@@ -282,6 +294,16 @@ def _chunks(config: Any) -> dict[int, int]:
     kinds = getattr(config, "layer_types", None) or ()
     chunked = [layer for layer, kind in enumerate(kinds) if kind == "chunked_attention"]
     return {layer: config.attention_chunk_size for layer in chunked}
+
+
+def _numbered(layers: Mapping[int, AttentionLayer]) -> dict[int, tuple[int, AttentionLayer]]:
+    """Return the layers that attend with their numbers among each other, by those in the model."""
+    index = {layer: at for at, layer in enumerate(layers)}
+    found = {}
+    for layer, form in layers.items():
+        source = None if form.source is None else index[form.source]
+        found[layer] = (index[layer], replace(form, source=source))
+    return found
 
 
 def _unread(causal: PreTrainedModel) -> tuple[str, ...]:
@@ -303,80 +325,6 @@ def _unread_layers(architecture: GenericArchitecture) -> tuple[str, ...]:
     return tuple(rf"model\.layers\.{number}\..*" for number in numbers)
 
 
-class _LargeOnMeta(TorchFunctionMode):
-    """Makes `torch.empty` take no memory: all weights come from there and are read later.
-
-    What a constructor computes (frequencies, scales) is made as always.
-    """
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Call `func`, for torch.empty on the meta device."""
-        options = dict(kwargs or {})
-        if func is torch.empty:
-            options["device"] = "meta"
-        return func(*args, **options)
-
-
-def _build(architecture: GenericArchitecture, dtype: torch.dtype) -> PreTrainedModel:
-    """Build transformers' model without weights."""
-    auto: Any = AutoModelForCausalLM
-    config = _config(architecture.settings)
-    try:
-        with _LargeOnMeta():
-            model: PreTrainedModel = auto.from_config(
-                config, dtype=dtype, attn_implementation=ATTENTION
-            )
-    except torch.OutOfMemoryError:
-        raise  # It says nothing of the config.
-    except NOT_TAKEN as error:
-        raise ArchitectureError(
-            f"transformers builds no {config.model_type} of this config.json: {error!r}"
-        ) from error
-    _hold_frequencies(model)
-    # Names that are no class of transformers' change nothing there either.
-    is_other = type(model).__name__ != architecture.architecture
-    is_known = hasattr(transformers, architecture.architecture)
-    if is_other and is_known and "auto_map" not in architecture.settings:
-        raise ArchitectureError(
-            f"architectures names {architecture.architecture}, but model_type "
-            f"{config.model_type} is a {type(model).__name__}: correct the one that is wrong"
-        )
-    return model
-
-
-def _config(settings: Mapping[str, Any]) -> Any:
-    """Make transformers' own config; ArchitectureError says why it cannot be made."""
-    kind = settings["model_type"]
-    if kind not in CONFIG_MAPPING:
-        raise ArchitectureError(
-            f"transformers {transformers.__version__} does not know model_type {kind}: install a "
-            "newer one"
-        )
-    # Code of the repository is not run: the type is transformers' own. Outputs are read by name.
-    own = {key: settings[key] for key in settings if key not in ("auto_map", "return_dict")}
-    try:
-        return CONFIG_MAPPING[kind].from_dict(own)
-    except NOT_TAKEN as error:
-        raise ArchitectureError(
-            f"transformers does not take this config.json of a {kind}: {error}"
-        ) from error
-
-
-def _hold_frequencies(causal: PreTrainedModel) -> None:
-    """Keep dynamic frequencies as they are up to the model's own length, which none exceeds.
-
-    transformers looks at a batch's longest row to change them.
-    """
-    for module in causal.modules():
-        kind = getattr(module, "rope_type", None)
-        if kind == "dynamic":
-            setattr(module, "rope_type", "default")  # noqa: B010 - modules are not ours
-        elif isinstance(kind, dict):
-            kind.update({each: "default" for each in kind if kind[each] == "dynamic"})
-
-
 def _groups_can_be_captured(causal: PreTrainedModel, dtype: torch.dtype) -> bool:
     """Whether no product of groups reads their sizes on the host; only half precision does not."""
     # Kernels of ours multiply what is stored.
@@ -390,5 +338,5 @@ def _groups_can_be_captured(causal: PreTrainedModel, dtype: torch.dtype) -> bool
 def _tail(causal: PreTrainedModel, prefix: str) -> nn.Module:
     """The model with its decoder left out: what its `forward` does behind it, head included."""
     tail = copy.copy(causal)
-    tail._modules = {**causal._modules, prefix: _Given()}
+    tail._modules = {**causal._modules, prefix: _Given(getattr(causal, prefix))}
     return tail

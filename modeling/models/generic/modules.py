@@ -36,25 +36,29 @@ class GenericLinear(nn.Module):
 
 
 class MergedColumns(nn.Module):
-    """Linear layers of one input, computed as one product when the first of them is called."""
+    """Linear layers of one input, computed as one product when one of them is called."""
 
-    def __init__(self, linear: AdapterColumnLinear, step: CurrentStep) -> None:
+    def __init__(self, linear: AdapterColumnLinear, num_parts: int, step: CurrentStep) -> None:
         super().__init__()
         self.linear = linear
+        self._num_parts = num_parts
         self._step = step
         self._x: Tensor | None = None
         self._y: Tensor | None = None
+        self._left = 0
 
-    def part(self, x: Tensor, start: int, stop: int, is_first: bool, is_last: bool) -> Tensor:
-        """Columns start .. stop - 1 of the product with x; all parts are called in order."""
-        if is_first:
-            self._x, self._y = x, self.linear(x.flatten(0, -2), self._step.adapter_data)
-        y = self._y
-        if y is None or self._x is not x:
+    def part(self, x: Tensor, start: int, stop: int) -> Tensor:
+        """Columns start .. stop - 1 of the product with x; each part is called once."""
+        if self._y is None:
+            self._y = self.linear(x.flatten(0, -2), self._step.adapter_data)
+            self._x, self._left = x, self._num_parts
+        if self._x is not x:
             raise RuntimeError("layers that were merged for their one input are called with two")
-        if is_last:
+        columns = self._y[:, start:stop].view(*x.shape[:-1], stop - start)
+        self._left -= 1
+        if not self._left:
             self._x = self._y = None
-        return y[:, start:stop].view(*x.shape[:-1], stop - start)
+        return columns
 
 
 class MergedPart(nn.Module):
@@ -62,12 +66,10 @@ class MergedPart(nn.Module):
 
     merged: MergedColumns
 
-    def __init__(
-        self, merged: MergedColumns, start: int, stop: int, is_first: bool, is_last: bool
-    ) -> None:
+    def __init__(self, merged: MergedColumns, start: int, stop: int, is_first: bool) -> None:
         super().__init__()
         self.is_first = is_first
-        self._columns = (start, stop, is_first, is_last)
+        self._columns = (start, stop)
         if is_first:
             self.merged = merged
         else:
@@ -77,7 +79,7 @@ class MergedPart(nn.Module):
     @property
     def weight(self) -> Tensor:
         """This rank's rows of the base weight."""
-        start, stop, *_ = self._columns
+        start, stop = self._columns
         return _typed(self.merged.linear.base)[start:stop]
 
     def forward(self, x: Tensor) -> Tensor:

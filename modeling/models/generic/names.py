@@ -35,12 +35,17 @@ class SourceNames:
         self._converters = [each for each in transforms if isinstance(each, WeightConverter)]
         self._plain: dict[str, str] = {}
         self._stacked: dict[str, StackedExperts] = defaultdict(StackedExperts)
+        self._joined: dict[str, dict[int, str]] = defaultdict(dict)
         for name in names:
             self._add(name)
 
     def stacked(self, target: str) -> StackedExperts | None:
         """What a parameter is stacked from; None for one that is a tensor of the checkpoint."""
         return self._stacked.get(target)
+
+    def joined(self, target: str) -> list[str]:
+        """The tensors that lie one below the other in a convolution's weight; else none."""
+        return [name for _, name in sorted(self._joined.get(target, {}).items())]
 
     def plain(self) -> dict[str, str]:
         """The model's name to the checkpoint's, for parameters where the two differ."""
@@ -52,10 +57,13 @@ class SourceNames:
         for converter in self._converters:
             final, pattern = converter.rename_source_key(target)
             if pattern is not None:
+                part = converter.source_patterns.index(pattern)
+                if _joins_convolutions(converter):
+                    self._joined[final][part] = name
+                    return
                 _check(converter)
                 # Others are read beside the matrix that they belong to.
                 if name == matrix or name.endswith(CODES):
-                    part = converter.source_patterns.index(pattern)
                     self._stacked[final].parts[part][_expert(pattern, target)] = matrix
                 return
         self._plain[self._renamed(name)] = name
@@ -77,9 +85,18 @@ def _matrix(name: str) -> str:
 
 def _expert(pattern: str, name: str) -> int:
     """Return the number at the asterisk of a pattern that occurs in a name."""
-    found = re.search(re.escape(pattern).replace(r"\*", r"(\d+)"), name)
+    # Some patterns mark their points as such, most do not.
+    literal = pattern.replace("\\.", ".")
+    found = re.search(re.escape(literal).replace(r"\*", r"(\d+)"), name)
     assert found is not None, (pattern, name)
     return int(found[1])
+
+
+def _joins_convolutions(converter: Any) -> bool:
+    """Whether convolutions of queries, keys and values, stored apart, are one in the module."""
+    (operation, *others) = converter.operations
+    is_join = not others and type(operation) is Concatenate and operation.dim == 0
+    return is_join and all("conv1d" in pattern for pattern in converter.source_patterns)
 
 
 def _check(converter: Any) -> None:

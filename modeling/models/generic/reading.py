@@ -121,6 +121,9 @@ class _Reader:
         self, name: str, shape: tuple[int, ...], cut: tuple[Segments, Segments] | None
     ) -> Tensor:
         dtype = torch.float32 if self._wide.search(name) else None
+        if parts := self._names.joined(name):
+            read, shape_of = self._weights.read, self._weights.stored_shape
+            return torch.cat([read(part, shape_of(part), dtype=dtype) for part in parts])
         if len(shape) == 3:
             rows, columns = cut or (whole(shape[1]), whole(shape[2]))
             stacked = self._names.stacked(name)

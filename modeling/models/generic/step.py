@@ -20,7 +20,7 @@ from modeling.layers.attention import Angles
 from modeling.layers.head_norms import HeadNorms
 from modeling.layers.rotary import rotate
 from modeling.models.base import AttentionLayer
-from modeling.models.context import PagedContext
+from modeling.models.context import PagedContext, StateRows
 from modeling.models.generic.norms import FusedRMSNorm
 from modeling.models.generic.windows import MARKED, marked_window
 
@@ -92,17 +92,24 @@ class LayerForms:
         self._forms[layer] = replace(form, window=window, chunk=chunk, source=source)
         return torch.zeros_like(heads.q)
 
-    def layers(self, num_layers: int) -> tuple[AttentionLayer, ...]:
-        """Return the forms in order; ValueError if some layer attended in another way."""
-        if sorted(self._forms) != list(range(num_layers)):
-            raise ValueError(f"of {num_layers} layers these attend: {sorted(self._forms)}")
-        return tuple(self._forms[layer] for layer in range(num_layers))
+    def layers(self, num_layers: int, all_attend: bool) -> dict[int, AttentionLayer]:
+        """Return the forms of the layers that attend, in order, by their numbers in the model.
+
+        all_attend: whether all must. ValueError if some layer attended in another way.
+        """
+        found = sorted(self._forms)
+        if all_attend and found != list(range(num_layers)):
+            raise ValueError(f"of {num_layers} layers these attend: {found}")
+        return {layer: self._forms[layer] for layer in found}
 
 
 class PagedLayers:
     """Attention of the engine's step over the paged cache."""
 
-    def __init__(self, context: PagedContext, forms: tuple[AttentionLayer, ...]) -> None:
+    def __init__(
+        self, context: PagedContext, forms: Mapping[int, tuple[int, AttentionLayer]]
+    ) -> None:
+        """forms: by a layer's number in the model, its number among those that attend, and form."""
         self._context = context
         self._forms = forms
 
@@ -110,17 +117,17 @@ class PagedLayers:
         """Store k and v, then attend over the rows' whole cache."""
         # The form of a layer's attention is fixed: a probe at the start saw it. A window may be in
         # its mask alone, and masks are made for the probe only.
-        known = self._forms[layer]
+        at, known = self._forms[layer]
         given = replace(known, window=form.window, chunk=None, source=None)
         assert form == given, (layer, form, known)
         if known.source is None:
-            q = self._store(layer, heads)
+            q = self._store(at, heads)
         else:
             # Its keys and values are those that another layer has stored.
             q = heads.normed().q
             q = q if heads.angles is None else rotate(q, *heads.angles)
             q = q.to(heads.q.dtype).contiguous()
-        return self._context.query(layer, q, known.window, heads.sinks)
+        return self._context.query(at, q, known.window, heads.sinks)
 
     def _store(self, layer: int, heads: Heads) -> Tensor:
         """Norm and rotate what is not yet, put k and v into the cache, return q."""
@@ -154,9 +161,13 @@ class RotationLostError(ValueError):
 
 
 class CurrentStep:
-    """What is computed now; adapter_data: None for the base model."""
+    """What is computed now.
+
+    adapter_data: None for the base model. state_rows: the rows as recurrent layers compute them.
+    """
 
     adapter_data: AdapterData | None = None
+    state_rows: tuple[StateRows, ...] = ()
 
     def __init__(self) -> None:
         self._attention: LayerAttention | None = None
@@ -178,16 +189,30 @@ class CurrentStep:
 
     @contextmanager
     def using(
-        self, attention: LayerAttention | None, adapter_data: AdapterData | None
+        self,
+        attention: LayerAttention | None,
+        adapter_data: AdapterData | None,
+        state_rows: tuple[StateRows, ...] = (),
     ) -> Iterator[None]:
         """Compute with these meanwhile; attention: None where no layer is called."""
         self._attention, self.adapter_data = attention, adapter_data
+        self.state_rows = state_rows
         try:
             yield
         finally:
             self._attention = self.adapter_data = self._rotation = None
+            self.state_rows = ()
             self._norms.clear()
             self._angles.clear()
+
+    @contextmanager
+    def adapted_by(self, adapter_data: AdapterData | None) -> Iterator[None]:
+        """Compute some of the step's tokens meanwhile, with adapters of their own."""
+        before, self.adapter_data = self.adapter_data, adapter_data
+        try:
+            yield
+        finally:
+            self.adapter_data = before
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, heads: Heads, form: AttentionLayer

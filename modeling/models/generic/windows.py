@@ -4,7 +4,7 @@ A module hands its window to the attention function, or puts it into the mask on
 Phi-MoE). Eager attention heeds the mask alone, and so does this.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -43,13 +43,17 @@ def marked_window(mask: Tensor | None, window: int | None) -> int | None:
     return window if mask is None else int(mask.max()) or None
 
 
-def check_windows(config: Any, layers: Sequence[AttentionLayer], longest: int) -> None:
+def check_windows(config: Any, layers: Mapping[int, AttentionLayer], longest: int) -> None:
     """Refuse a model where the cache of transformers keeps less than its attention sees.
 
-    longest: sequence in tokens. ArchitectureError names the setting.
+    layers: those that attend, by their numbers in the model. longest: sequence in tokens.
+    ArchitectureError names the setting.
     """
-    for kept, layer in zip(DynamicCache(config=config).layers, layers, strict=False):
+    for number, kept in enumerate(DynamicCache(config=config).layers):
         window = getattr(kept, "sliding_window", None)
+        layer = layers.get(number)
+        if layer is None:
+            continue
         if window is None or window >= longest or layer.chunk is not None:
             continue
         refuse_window_of_one([window])

@@ -17,12 +17,12 @@ EAGLE3 = SpeculationConfig(kind=SpeculationKind.EAGLE3, model="heads", max_token
     ("config", "drafts", "heads", "expected"),
     [
         (SpeculationConfig(), True, None, "none"),
-        (LOOKUP, False, None, "none: prompt_lookup needs a paged model"),
+        (LOOKUP, False, None, "none: prompt_lookup needs a paged model, without recurrent layers"),
         (LOOKUP, True, None, "prompt_lookup, up to 8 tokens"),
         (MEDUSA, True, 3, "medusa, up to 3 tokens"),
-        (MEDUSA, False, None, "none: medusa needs a paged model"),
+        (MEDUSA, False, None, "none: medusa needs a paged model, without recurrent layers"),
         (EAGLE3, True, 4, "eagle3, up to 4 tokens"),
-        (EAGLE3, False, None, "none: eagle3 needs a paged model"),
+        (EAGLE3, False, None, "none: eagle3 needs a paged model, without recurrent layers"),
     ],
 )
 def test_what_guesses_tokens(

@@ -89,10 +89,12 @@ def _widest(loaded: Any) -> Any:
 
 
 def linears(model: Path) -> list[str]:
-    """The linear maps inside the layers."""
-    return [name for name, module in load(model).named_modules()
+    """The linear maps inside the layers, but for those that PEFT takes no LoRA on."""
+    loaded = load(model)
+    refused = "out_proj" if loaded.config.model_type in ("falcon_h1", "nemotron_h") else ""
+    return [name for name, module in loaded.named_modules()
             if isinstance(module, nn.Linear | Conv1D) and any(p.isdigit() for p in name.split("."))
-            ]  # fmt: skip
+            and name.rsplit(".", 1)[-1] != refused]  # fmt: skip
 
 
 def write_random_adapter(folder: Path, model: Path, targets: Sequence[str], seed: int) -> Path:

@@ -64,13 +64,41 @@ ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 DECODERS = ("bert", "big_bird", "electra", "megatron-bert", "rembert", "roberta", "roformer")
 """Families of encoders, some of which are swept as the decoders that they can be."""
 
+LINEAR = ["linear_attention", "full_attention"]
+
+_DELTA_NET = {
+    "layer_types": LINEAR, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 12, "head_dim": 16,
+}  # fmt: skip
+
+_MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 8}
+
 OWN: dict[str, dict[str, Any]] = {
     **{kind: {"is_decoder": True} for kind in DECODERS},
     "xmod": {"is_decoder": True, "languages": ["en"], "default_language": "en"},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "deepseek_v2": {"num_experts_per_tok": 2, "topk_group": 1, "n_group": 1},
-    "lfm2_moe": {"layer_types": ["full_attention", "full_attention"]},
+    **dict.fromkeys(("qwen3_5_text", "qwen3_next"), _DELTA_NET),
+    # Every expert computes every token: in bfloat16 rounding would choose others.
+    "qwen3_5_moe_text": {**_DELTA_NET, "num_experts_per_tok": 4},
+    "olmo_hybrid": {**_DELTA_NET, "linear_num_key_heads": 4},
+    "kimi_linear": {
+        "layer_types": LINEAR, "mlp_layer_types": ["dense", "sparse"], "linear_head_dim": 8,
+        "linear_num_heads": 4, "num_experts_per_token": 2,
+    },
+    "bamba": {**_MAMBA, "attn_layer_indices": [1]},
+    "falcon_h1": {
+        **_MAMBA, "mamba_d_ssm": 64, "ssm_multipliers": [0.5, 1.5, 0.8, 1.2, 2.0],
+        "key_multiplier": 0.7, "attention_out_multiplier": 1.3, "ssm_out_multiplier": 0.6,
+    },
+    "nemotron_h": {
+        "layer_types": ["linear_attention", "moe", "full_attention", "mlp"], "head_dim": 8,
+        "ssm_state_size": 8, "mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2,
+        "moe_shared_expert_intermediate_size": 24, "num_hidden_layers": 4,
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention"], "block_multiple_of": 8},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "gemma3n_text": {
         "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2,
         "num_kv_shared_layers": 2, "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
@@ -94,8 +122,8 @@ OWN: dict[str, dict[str, Any]] = {
         "use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"],
     },
     "granitemoehybrid": {
-        "layer_types": ["attention", "attention"], "shared_intermediate_size": 48,
-        "position_embedding_type": "rope", "mamba_n_heads": 4, "mamba_d_head": 16,
+        **_MAMBA, "layer_types": ["mamba", "attention"], "shared_intermediate_size": 48,
+        "position_embedding_type": "rope",
     },
     "zaya": {"num_experts_per_tok": 1},
     "llama4_text": {
@@ -129,7 +157,8 @@ def tiny_config(kind: str, variant: str = "plain") -> PreTrainedConfig:
     if "kv_lora_rank" in fields and "num_key_value_heads" in fields:
         fields["num_key_value_heads"] = fields["num_attention_heads"]
     types = getattr(usual, "layer_types", None)
-    if types and not isinstance(getattr(config_class, "layer_types", None), property):
+    named = (getattr(config_class, key, None) for key in ("layer_types", "layers_block_type"))
+    if types and not any(isinstance(each, property) for each in named):
         fields["layer_types"] = (list(dict.fromkeys(types)) * 2)[:2]
     config: PreTrainedConfig = config_class(**{**fields, **ENDS, **OWN.get(kind, {})})
     if variant != "plain":

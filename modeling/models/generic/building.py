@@ -1,0 +1,94 @@
+"""Builds a model of transformers from its config.json, without memory for its weights."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+from torch.overrides import TorchFunctionMode
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+
+from configs.architectures.base import ArchitectureError
+from configs.architectures.generic import GenericArchitecture
+from modeling.models.generic.step import ATTENTION
+
+NOT_TAKEN = (
+    *(ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RuntimeError),
+    StrictDataclassError,
+)
+"""What transformers' classes raise for values that they do not take."""
+
+
+class _LargeOnMeta(TorchFunctionMode):
+    """Makes `torch.empty` take no memory: all weights come from there and are read later.
+
+    What a constructor computes (frequencies, scales) is made as always.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Call `func`, for torch.empty on the meta device."""
+        options = dict(kwargs or {})
+        if func is torch.empty:
+            options["device"] = "meta"
+        return func(*args, **options)
+
+
+def build(architecture: GenericArchitecture, dtype: torch.dtype) -> PreTrainedModel:
+    """Build transformers' model without weights; ArchitectureError says why it cannot be."""
+    auto: Any = AutoModelForCausalLM
+    config = _config(architecture.settings)
+    try:
+        with _LargeOnMeta():
+            model: PreTrainedModel = auto.from_config(
+                config, dtype=dtype, attn_implementation=ATTENTION
+            )
+    except torch.OutOfMemoryError:
+        raise  # It says nothing of the config.
+    except NOT_TAKEN as error:
+        raise ArchitectureError(
+            f"transformers builds no {config.model_type} of this config.json: {error!r}"
+        ) from error
+    _hold_frequencies(model)
+    # Names that are no class of transformers' change nothing there either.
+    is_other = type(model).__name__ != architecture.architecture
+    is_known = hasattr(transformers, architecture.architecture)
+    if is_other and is_known and "auto_map" not in architecture.settings:
+        raise ArchitectureError(
+            f"architectures names {architecture.architecture}, but model_type "
+            f"{config.model_type} is a {type(model).__name__}: correct the one that is wrong"
+        )
+    return model
+
+
+def _config(settings: Mapping[str, Any]) -> Any:
+    """Make transformers' own config; ArchitectureError says why it cannot be made."""
+    kind = settings["model_type"]
+    if kind not in CONFIG_MAPPING:
+        raise ArchitectureError(
+            f"transformers {transformers.__version__} does not know model_type {kind}: install a "
+            "newer one"
+        )
+    # Code of the repository is not run: the type is transformers' own. Outputs are read by name.
+    own = {key: settings[key] for key in settings if key not in ("auto_map", "return_dict")}
+    try:
+        return CONFIG_MAPPING[kind].from_dict(own)
+    except NOT_TAKEN as error:
+        raise ArchitectureError(
+            f"transformers does not take this config.json of a {kind}: {error}"
+        ) from error
+
+
+def _hold_frequencies(causal: PreTrainedModel) -> None:
+    """Keep dynamic frequencies as they are up to the model's own length, which none exceeds.
+
+    transformers looks at a batch's longest row to change them.
+    """
+    for module in causal.modules():
+        kind = getattr(module, "rope_type", None)
+        if kind == "dynamic":
+            setattr(module, "rope_type", "default")  # noqa: B010 - modules are not ours
+        elif isinstance(kind, dict):
+            kind.update({each: "default" for each in kind if kind[each] == "dynamic"})

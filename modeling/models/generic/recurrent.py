@@ -1,0 +1,145 @@
+"""Layers that keep a state of each sequence in place of keys and values: recurrent ones.
+
+transformers' own modules compute them (linear attention, state space models, short convolutions).
+They are called as its `generate` calls them, with a cache that holds the states of some rows: once
+for rows of one token each, once for every longer row. A batch slot has its states here, on the
+device, from one step to the next; a row that begins at its first position has none yet.
+"""
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, DynamicCache
+
+from configs.architectures.base import ArchitectureError
+from modeling.models.context import StateRows
+from modeling.models.generic.step import CurrentStep
+
+_CACHES = ("cache", "cache_params", "past_key_values")
+"""How mixers call their cache: the first since transformers 5.24."""
+
+_UPDATES = frozenset({"update_conv_state", "update_recurrent_state"})
+
+KINDS = ("conv_states", "recurrent_states")
+"""What a layer of transformers' cache has of states, each by a number."""
+
+
+class _State(NamedTuple):
+    """The states of one kind and number, of all batch slots: [batch slots, ...]."""
+
+    kind: str
+    number: int
+    of_slots: Tensor
+
+
+class RecurrentLayers:
+    """The recurrent layers of one model, and the states of all batch slots."""
+
+    def __init__(self, causal: nn.Module, step: CurrentStep, config: Any) -> None:
+        """Take over the calls of all mixers. config: the decoder's."""
+        self._step = step
+        self._examples: dict[int, list[_State]] = {}
+        self._states: dict[int, list[_State]] = {}
+        self._fresh: list[Any] = []
+        for module in causal.modules():
+            name = _cache_argument(module)
+            if name is not None:
+                compute = partial(self._compute, module, module.forward, name)
+                module.forward = compute  # of this module alone
+                self._fresh = self._fresh or DynamicCache(config=config).layers
+
+    @property
+    def layers(self) -> frozenset[int]:
+        """Their numbers in the model; known once they were computed."""
+        return frozenset(self._examples)
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Bytes of one sequence's states in all layers."""
+        return sum(each.of_slots.nbytes for own in self._examples.values() for each in own)
+
+    def allocate(self, batch_slots: int) -> None:
+        """Take the memory of so many sequences' states."""
+        self._states = {
+            layer: [
+                each._replace(of_slots=each.of_slots.new_zeros(batch_slots, *each.of_slots.shape))
+                for each in own
+            ]
+            for layer, own in self._examples.items()
+        }
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All states, each [batch slots, ...]."""
+        return (each.of_slots for own in self._states.values() for each in own)
+
+    def _compute(
+        self,
+        module: Any,
+        forward: Callable[..., Tensor],
+        name: str,
+        hidden_states: Tensor,
+        **options: Any,
+    ) -> Tensor:
+        """Replace a mixer's forward: [1, tokens, hidden] to the same shape."""
+        layer: int = module.layer_idx
+        if "attention_mask" in options:
+            options["attention_mask"] = None
+        found = []
+        for rows in self._step.state_rows:
+            part = hidden_states[0, rows.tokens]
+            part = part[:, None] if rows.single else part[None]
+            cache = self._cache(layer, rows)
+            with self._step.adapted_by(rows.adapter_data):
+                computed = forward(part, **{**options, name: cache})
+            self._keep(layer, rows, cache.layers[layer])
+            found.append(computed.flatten(0, 1))
+        return torch.cat(found)[None]
+
+    def _cache(self, layer: int, rows: StateRows) -> Cache:
+        """The states of some rows as transformers' cache has them."""
+        own = copy.deepcopy(self._fresh[layer])
+        # The mixer looks at its own layer alone.
+        cache = Cache(layers=[*self._fresh[:layer], own])
+        if rows.begins:
+            return cache
+        for kind, number, of_slots in self._states[layer]:
+            getattr(own, kind)[number] = of_slots[rows.slots]
+            getattr(own, f"is_{kind}_initialized")[number] = True
+            own.has_previous_state[number] = True
+            if kind == KINDS[0]:
+                own.conv_kernel_size[number] = of_slots.shape[-1]
+        return cache
+
+    def _keep(self, layer: int, rows: StateRows, own: Any) -> None:
+        """Write down the states behind the rows; the first time, what they look like."""
+        if rows.slots is None:
+            self._examples[layer] = [
+                _State(kind, number, state[0].clone())
+                for kind in KINDS
+                for number, state in getattr(own, kind).items()
+                if state is not None
+            ]
+            return
+        for kind, number, of_slots in self._states[layer]:
+            of_slots[rows.slots] = getattr(own, kind)[number]
+
+
+def _cache_argument(module: nn.Module) -> str | None:
+    """The name of a mixer's cache; None for modules that keep no state."""
+    forward: Any = inspect.unwrap(type(module).forward)
+    code = getattr(forward, "__code__", None)
+    if code is None or not hasattr(module, "layer_idx") or _UPDATES.isdisjoint(code.co_names):
+        return None
+    names = inspect.signature(forward).parameters
+    found = next((name for name in _CACHES if name in names), None)
+    if found is None:
+        raise ArchitectureError(
+            f"transformers' {type(module).__name__} has no cache of states that this version of "
+            "LoRay knows: install the version that it names"
+        )
+    return found

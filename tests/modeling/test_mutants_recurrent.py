@@ -1,0 +1,68 @@
+"""Faults on purpose in recurrent layers and their states: the comparison must notice each."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from modeling.models.context import StateRows
+from modeling.models.generic.recurrent import KINDS, RecurrentLayers
+from modeling.runner import state_rows
+from tests.modeling.parity import BASE, Setting, World, compare, expect_mismatch
+
+DELTA_NET = Setting("generic", "qwen3_5_text", 1, [BASE, "r8"])
+CONVOLUTION = Setting("generic", "lfm2", 2, [BASE, "r8"])
+SETTINGS = pytest.mark.parametrize("setting", [DELTA_NET, CONVOLUTION], ids=lambda s: s.variant)
+
+
+@SETTINGS
+def test_without_a_fault_nothing_differs(world: World, setting: Setting) -> None:
+    compare(world, setting)
+
+
+def _rows_as(monkeypatch: pytest.MonkeyPatch, **changed: Any) -> None:
+    """Change what recurrent layers are told of a step's rows; a function gets what is right."""
+
+    def rows(**fields: Any) -> StateRows:
+        return StateRows(**fields | {name: change(fields) for name, change in changed.items()})
+
+    monkeypatch.setattr(state_rows, "StateRows", rows)
+
+
+@pytest.mark.parametrize("setting", [DELTA_NET, CONVOLUTION], ids=lambda s: str(s.variant))
+@pytest.mark.parametrize("begins", [True, False])
+def test_states_that_are_forgotten_or_left_by_others(
+    world: World, monkeypatch: pytest.MonkeyPatch, begins: bool, setting: Setting
+) -> None:
+    _rows_as(monkeypatch, begins=lambda _: begins)
+    expect_mismatch(world, setting)
+
+
+@pytest.mark.parametrize("setting", [DELTA_NET, CONVOLUTION], ids=lambda s: str(s.variant))
+def test_states_of_another_row(
+    world: World, monkeypatch: pytest.MonkeyPatch, setting: Setting
+) -> None:
+    _rows_as(monkeypatch, slots=lambda fields: fields["slots"].flip(0))
+    expect_mismatch(world, setting)
+
+
+def test_recurrent_layers_without_the_rows_adapters(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _rows_as(monkeypatch, adapter_data=lambda _: None)
+    expect_mismatch(world, DELTA_NET)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_state_that_is_not_kept(world: World, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    real = RecurrentLayers._keep
+
+    def keep(self: RecurrentLayers, layer: int, rows: StateRows, own: Any) -> None:
+        if rows.slots is not None and not rows.begins:
+            own = SimpleNamespace(**{each: dict(getattr(own, each)) for each in KINDS})
+            for state in getattr(own, kind).values():
+                state.zero_()
+        real(self, layer, rows, own)
+
+    monkeypatch.setattr(RecurrentLayers, "_keep", keep)
+    expect_mismatch(world, DELTA_NET)
