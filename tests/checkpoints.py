@@ -367,11 +367,13 @@ def keep_few(folder: Path) -> None:
 
 def load_oracle(folder: Path, dtype: DTypeName = "float32") -> Any:
     """The transformers model in `folder`, on CPU, in eval mode; no token ends its answers."""
-    named = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"]
-    reads_images = (named or [""])[0].endswith("ForConditionalGeneration")
+    fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    name = (fields["architectures"] or [""])[0]
+    if "thinker_config" in fields:
+        name = name.replace("For", "ThinkerFor")
     auto: Any = transformers.AutoModelForCausalLM
-    if reads_images:
-        auto = transformers.AutoModelForImageTextToText
+    if name.endswith("ForConditionalGeneration"):
+        auto = getattr(transformers, name)
     model: Any = auto.from_pretrained(
         folder,
         dtype=getattr(torch, dtype),

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from tests.checkpoints import AdapterRecipe
@@ -169,6 +170,17 @@ def write_generic(folder: Path, variant: str, **changes: Any) -> Path:
         if config.tie_word_embeddings:
             model.tie_weights()
     model.save_pretrained(folder)
+    return folder
+
+
+def write_headless(folder: Path, variant: str) -> Path:
+    """The same with tensors named as in a model without its head, but for the second layer's."""
+    path = write_generic(folder, variant) / "model.safetensors"
+    bare = {
+        name if ".layers.1." in name else name.removeprefix("model."): tensor
+        for name, tensor in load_file(path).items()
+    }
+    save_file(bare, path, metadata={"format": "pt"})
     return folder
 
 

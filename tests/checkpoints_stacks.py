@@ -5,9 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers import CONFIG_MAPPING
+from transformers.models.auto import modeling_auto
 
 from tests.checkpoints import AdapterRecipe
+from tests.checkpoints_experts import EXPERT_ADAPTERS
 from tests.checkpoints_generic import COLUMNS, MIXED, ROWS, SHAPE, WINDOW, randomise
 
 IMAGE = 90
@@ -29,6 +33,35 @@ def _rope(sections: list[int]) -> dict[str, Any]:
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": sections}
     return {"rope_parameters": rope}
 
+
+_AUDIO = {
+    "num_mel_bins": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16,
+    "hidden_size": 16, "max_source_positions": 8, "encoder_layers": 1, "encoder_ffn_dim": 16,
+    "encoder_attention_heads": 2, "d_model": 16,
+}  # fmt: skip
+_SIGLIP = {**_VISION, "model_type": "siglip_vision_model"}
+_SAM = {**_VISION, "output_channels": 8, "global_attn_indexes": [0], "mlp_dim": 16}
+_COHERE = {
+    **_TEXT, "model_type": "cohere2", "layer_types": MIXED[:2], "sliding_window": WINDOW,
+    "logit_scale": 0.5,
+}  # fmt: skip
+_QWEN_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_GLM_ROPE = {
+    "rope_parameters": {**_rope([1, 1, 2])["rope_parameters"], "partial_rotary_factor": 0.5}
+}
+
+_OMNI = {
+    "text_config": {**_TEXT, **_rope([1, 1, 2]), "head_dim": 8},
+    "vision_config": _QWEN_VISION,
+    "audio_config": {**_AUDIO, "output_dim": 32, "downsample_hidden_size": 8},
+    "vision_start_token_id": 91,
+    "audio_start_token_id": 92,
+}
+_OMNI_MOE = {
+    **_OMNI,
+    "text_config": {**_TEXT, **_rope([2, 3, 3]), **_QWEN_EXPERTS},
+    "vision_config": {**_QWEN_VISION, "deepstack_visual_indexes": []},
+}
 
 STACKS: dict[str, dict[str, Any]] = {
     "gemma3": {
@@ -121,26 +154,201 @@ STACKS: dict[str, dict[str, Any]] = {
             "final_logit_softcapping": 5.0,
         },
     },
-}
+    "aria": {
+        "text_config": {
+            **_TEXT, "moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1,
+            "intermediate_size": 24,
+        },
+        "vision_config": {**_VISION, "model_type": "idefics3_vision"},
+        "projector_patch_to_query_dict": {4: 2},
+    },
+    "audioflamingo3": {
+        "text_config": {**_TEXT, "model_type": "qwen2", "head_dim": 8},
+        "audio_config": _AUDIO,
+    },
+    "aya_vision": {"text_config": _COHERE, "vision_config": _SIGLIP},
+    "cohere2_vision": {
+        "text_config": _COHERE, "vision_config": _SIGLIP, "alignment_intermediate_size": 16
+    },
+    "deepseek_vl": {
+        "text_config": {**_TEXT, "model_type": "llama"}, "vision_config": _SIGLIP
+    },
+    "deepseek_vl_hybrid": {
+        "text_config": {**_TEXT, "model_type": "llama"},
+        "vision_config": _SIGLIP,
+        "high_res_vision_config": {**_SAM, "model_type": "sam_vision_model"},
+    },
+    "exaone4_5": {
+        "text_config": {
+            **_TEXT, "model_type": "exaone4", "layer_types": MIXED[:2], "sliding_window": WINDOW
+        },
+        "vision_config": {**_QWEN_VISION, "num_key_value_heads": 2},
+    },
+    "glm4v": {
+        "text_config": {**_TEXT, **_GLM_ROPE, "num_attention_heads": 2},
+        "vision_config": _QWEN_VISION,
+    },
+    "glm46v": {
+        "text_config": {**_TEXT, **_GLM_ROPE, "num_attention_heads": 2, "model_type": "glm4v_text"},
+        "vision_config": _QWEN_VISION,
+    },
+    "glm4v_moe": {
+        "text_config": {
+            **_TEXT, **_GLM_ROPE, "n_routed_experts": 4, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+            "routed_scaling_factor": 1.5,
+        },
+        "vision_config": _QWEN_VISION,
+    },
+    "got_ocr2": {
+        "text_config": {**_TEXT, "model_type": "qwen2", "head_dim": 8}, "vision_config": _SAM
+    },
+    "granite_docling": {
+        "text_config": {**_TEXT, "head_dim": 8, "logits_scaling": 2.0},
+        "vision_config": {**_VISION, "out_hidden_size": 32, "deepstack_visual_indexes": [0]},
+    },
+    "granite_vision": {
+        "model_type": "llava_next",
+        "text_config": {
+            **_TEXT, "model_type": "granite", "head_dim": 8, "logits_scaling": 2.0,
+            "embedding_multiplier": 3.0, "residual_multiplier": 0.5,
+        },
+        "vision_config": _SIGLIP,
+    },
+    "hyperclovax_vision_v2": {
+        "text_config": {**_TEXT, "model_type": "hyperclovax"}, "vision_config": _QWEN_VISION
+    },
+    "idefics2": {
+        "text_config": {**_TEXT, "model_type": "mistral"},
+        "vision_config": {**_VISION, "model_type": "idefics2_vision"},
+        "perceiver_config": {
+            "hidden_size": 32, "resampler_n_latents": 2, "resampler_depth": 1,
+            "resampler_n_heads": 2, "resampler_head_dim": 8, "num_key_value_heads": 2,
+        },
+    },
+    "janus": {
+        "text_config": {**_TEXT, "model_type": "llama"},
+        "vision_config": _VISION,
+        "vq_config": {
+            "num_embeddings": 16, "base_channels": 32, "channel_multiplier": [1],
+            "num_res_blocks": 1, "projection_dim": 16, "image_token_embed_dim": 16,
+        },
+    },
+    "kimi_k25": {
+        "text_config": {
+            **_TEXT, "model_type": "deepseek_v3", "n_routed_experts": 4, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+            "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
+            "v_head_dim": 8, "num_key_value_heads": 4, "head_dim": 8,
+        },
+        "vision_config": {**_VISION, "pos_emb_height": 4, "pos_emb_width": 4},
+        "projection_hidden_size": 16,
+    },
+    "lighton_ocr": {
+        "text_config": {**_TEXT, "model_type": "qwen3"},
+        "vision_config": {**_VISION, "model_type": "pixtral", "head_dim": 8},
+    },
+    "llava_next_video": {
+        "text_config": {**_TEXT, "model_type": "llama"},
+        "vision_config": {**_VISION, "model_type": "clip_vision_model"},
+    },
+    "ovis2": {
+        "text_config": {**_TEXT, "model_type": "qwen2", "head_dim": 8},
+        "vision_config": {**_VISION, "vocab_size": 16},
+        "vocab_size": 96, "hidden_size": 32, "visual_indicator_token_ids": [91, 92, 93, 94, 95],
+    },
+    "qwen2_audio": {
+        "text_config": {**_TEXT, "model_type": "qwen2", "head_dim": 8}, "audio_config": _AUDIO
+    },
+    "qwen2_5_omni_thinker": _OMNI,
+    "qwen2_5_omni_whole": {**_OMNI, "model_type": "qwen2_5_omni_thinker"},
+    "qwen3_omni_moe_thinker": _OMNI_MOE,
+    "qwen3_omni_moe_whole": {**_OMNI_MOE, "model_type": "qwen3_omni_moe_thinker"},
+    "qwen3_vl_moe": {
+        "text_config": {**_TEXT, **_rope([2, 3, 3]), **_QWEN_EXPERTS},
+        "vision_config": {**_QWEN_VISION, "deepstack_visual_indexes": []},
+    },
+    "qwen3_vl_moe_turned": {
+        "model_type": "qwen3_vl_moe",
+        "text_config": {**_TEXT, **_rope([2, 3, 3]), **_QWEN_EXPERTS},
+        "vision_config": {**_QWEN_VISION, "deepstack_visual_indexes": []},
+    },
+    "video_llama_3": {
+        "text_config": {**_TEXT, "model_type": "qwen2", "head_dim": 8}, "vision_config": _VISION
+    },
+    "video_llava": {
+        "text_config": {**_TEXT, "model_type": "llama"},
+        "vision_config": {**_VISION, "model_type": "clip_vision_model"},
+    },
+    "voxtral": {
+        "text_config": {**_TEXT, "model_type": "llama"},
+        "audio_config": {**_AUDIO, "intermediate_size": 64},
+    },
+}  # fmt: skip
 """Fields of each kind's config."""
 
 
-def write_stack(folder: Path, kind: str) -> Path:
+_PLACEHOLDERS = tuple(
+    f"{what}_token_{suffix}" for what in ("image", "audio", "video") for suffix in ("id", "index")
+)
+"""How their configs name what stands for images and sound."""
+
+
+def _class_of(kind: str) -> str:
+    """The larger model's class of a `model_type`."""
+    names: dict[str, str] = {
+        **modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+        **modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    }
+    return names[kind]
+
+
+def write_stack(folder: Path, variant: str) -> Path:
     """Write a tiny random model of a kind into `folder` and return it."""
-    fields, is_flat = dict(STACKS[kind]), kind.endswith("_flat")
-    kind = fields.pop("model_type", kind)
-    config = CONFIG_MAPPING[kind](**{**fields, "image_token_id": IMAGE, "image_token_index": IMAGE})
-    auto: Any = AutoModelForImageTextToText
+    fields = dict(STACKS[variant])
+    kind = fields.pop("model_type", variant)
+    config = CONFIG_MAPPING[kind](**{**fields, **dict.fromkeys(_PLACEHOLDERS, IMAGE)})
+    made: Any = getattr(transformers, _class_of(kind))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = auto.from_config(config, dtype=torch.float32)
+        model = made(config).float()
         for name, parameter in model.named_parameters():
             randomise(name, parameter)
         model.tie_weights()
-    model.save_pretrained(folder)
-    if is_flat:
+    model.save_pretrained(folder, save_original_format=kind != "kimi_k25")
+    if variant.endswith("_flat"):
         _flatten(folder / "config.json")
+    if variant.endswith("_whole"):
+        _enclose(folder)
+    if variant.endswith("_turned"):
+        _turn(folder / "model.safetensors")
     return folder
+
+
+def _enclose(folder: Path) -> None:
+    """Make a thinker the part of a whole model, as Qwen's Omni are published."""
+    path = folder / "config.json"
+    inner = json.loads(path.read_text(encoding="utf-8"))
+    whole = {
+        "architectures": [name.replace("Thinker", "") for name in inner["architectures"]],
+        "model_type": inner["model_type"].removesuffix("_thinker"),
+        "thinker_config": inner,
+    }
+    path.write_text(json.dumps(whole), encoding="utf-8")
+    path = folder / "model.safetensors"
+    named = {f"thinker.{name}": tensor for name, tensor in load_file(path).items()}
+    save_file({**named, "talker.norm.weight": torch.ones(1)}, path, metadata={"format": "pt"})
+
+
+def _turn(path: Path) -> None:
+    """Transpose the experts' matrices, as Qwen published Qwen3-VL's."""
+    tensors = load_file(path)
+    turned = {
+        name: tensor.transpose(1, 2).contiguous() if ".experts." in name else tensor
+        for name, tensor in tensors.items()
+    }
+    assert any(".experts." in name for name in turned)
+    save_file(turned, path, metadata={"format": "pt"})
 
 
 def _flatten(path: Path) -> None:
@@ -164,5 +372,6 @@ STACK_ADAPTERS = {
         seed=12,
         std=0.05,
     ),
+    "experts": EXPERT_ADAPTERS["parameters"],
     "tower": AdapterRecipe(target_modules=r".*vision_tower.*\.(q_proj|fc1)"),
 }

@@ -56,7 +56,8 @@ READING = {
     TEXT: "Their decoder alone is served, paged, as the parity page compares it. Their classes\n"
     "are\n"
     + "\n".join(f"`{name}`," for name in sorted(WRAPPERS)).rstrip(",")
-    + ".\nOf these AutoModelForCausalLM knows:",
+    + ".\nOf Qwen's Omni models, which speak too, the thinker is served. Of these\n"
+    "AutoModelForCausalLM knows:",
     PADDED: "Compared on one rank: transformers' own code.",
     REFUSED: "The start ends with this sentence.",
     UNKNOWN: "The tests can make no tiny model of these types, or transformers and PEFT do not\n"

@@ -42,7 +42,8 @@ SERVED_NOTES: Mapping[str, str] = {
     "in merges",
     "exclude_modules": "as PEFT matches it",
     "alora_invocation_tokens": "from the prompt's last invocation on, the base model before; 256 "
-    "tokens at most; not in merges, with embedding or head, or over padded models",
+    "tokens at most; beside `task_type` `CAUSAL_LM`, without which PEFT never activates it; not in "
+    "merges, with embedding or head, or over padded models",
     "bias": "of linear modules inside the layers and of norms; not in merges, with activated LoRA, "
     "or over padded models",
     "lora_bias": "of linear modules inside the layers; not in merges or over padded models",

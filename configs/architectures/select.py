@@ -137,7 +137,7 @@ def _text_stack(name: str, config: Mapping[str, Any]) -> ModelArchitecture:
         raise ArchitectureError(f"{name} is served for text by its decoder alone: {found.reason}")
     update: dict[str, Any] = {"is_text_stack": True}
     if isinstance(found, generic.GenericArchitecture):
-        padded_tokens, pad_token = text_stack.padding_of(found.settings["model_type"], config)
+        padded_tokens, pad_token = text_stack.padding_of(name, config)
         update |= {"padded_tokens": padded_tokens, "pad_token": pad_token}
     return found.model_copy(update=update)
 
@@ -192,7 +192,7 @@ def vocab_size(folder: Path) -> int:
 
 def _of_decoder(path: Path, key: str) -> Any:
     """Return what a file says of the model, or of its decoder; None for nothing."""
-    fields = read_config(path) if path.is_file() else {}
+    fields = text_stack.writing_part(read_config(path) if path.is_file() else {})
     own = fields.get(key)
     return (fields.get("text_config") or {}).get(key) if own is None else own
 

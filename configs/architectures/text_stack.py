@@ -8,54 +8,76 @@ from collections.abc import Mapping
 from typing import Any
 
 from configs.architectures.base import ArchitectureError
+from configs.architectures.text_decoders import DECODERS
 
 SUFFIX = "ForConditionalGeneration"
 
-WRAPPERS = frozenset(
-    {
-        "Gemma3ForConditionalGeneration",
-        "Gemma4ForConditionalGeneration",
-        "Gemma4UnifiedForConditionalGeneration",
-        "Idefics3ForConditionalGeneration",
-        "InternVLForConditionalGeneration",
-        "Llama4ForConditionalGeneration",
-        "LlavaForConditionalGeneration",
-        "LlavaNextForConditionalGeneration",
-        "LlavaOnevisionForConditionalGeneration",
-        "Mistral3ForConditionalGeneration",
-        "Qwen2VLForConditionalGeneration",
-        "Qwen2_5_VLForConditionalGeneration",
-        "Qwen3VLForConditionalGeneration",
-        "SmolVLMForConditionalGeneration",
-        "VipLlavaForConditionalGeneration",
-    }
-)
-"""Classes that were compared with their decoders on text."""
+_KINDS = {
+    f"{name}{SUFFIX}": kind
+    for kind, names in (
+        ("aria_text", ("Aria",)),
+        ("cohere2", ("AyaVision", "Cohere2Vision")),
+        ("deepseek_v3", ("Kimi_K25",)),
+        ("exaone4", ("Exaone4_5_",)),
+        ("gemma3_text", ("Gemma3",)),
+        ("gemma4_text", ("Gemma4",)),
+        ("gemma4_unified_text", ("Gemma4Unified",)),
+        ("glm4v_moe_text", ("Glm4vMoe",)),
+        ("glm4v_text", ("Glm46V", "Glm4v")),
+        ("granite_docling_text", ("GraniteDocling",)),
+        ("hyperclovax", ("HyperCLOVAXVisionV2",)),
+        (
+            "llama",
+            (
+                "DeepseekVL", "DeepseekVLHybrid", "Idefics3", "Janus", "Llava", "LlavaNext",
+                "LlavaNextVideo", "SmolVLM", "VideoLlava", "VipLlava", "Voxtral",
+            ),
+        ),
+        ("llama4_text", ("Llama4",)),
+        ("mistral", ("Idefics2", "Mistral3")),
+        (
+            "qwen2",
+            (
+                "AudioFlamingo3", "GotOcr2", "InternVL", "LlavaOnevision", "Ovis2", "Qwen2Audio",
+                "VideoLlama3",
+            ),
+        ),
+        ("qwen2_5_omni_text", ("Qwen2_5OmniThinker",)),
+        ("qwen2_5_vl_text", ("Qwen2_5_VL",)),
+        ("qwen2_vl_text", ("Qwen2VL",)),
+        ("qwen3", ("LightOnOcr",)),
+        ("qwen3_omni_moe_text", ("Qwen3OmniMoeThinker",)),
+        ("qwen3_vl_moe_text", ("Qwen3VLMoe",)),
+        ("qwen3_vl_text", ("Qwen3VL",)),
+    )
+    for name in names
+}  # fmt: skip
+"""Classes that were compared with their decoders on text, and the decoder's `model_type` where
+config.json does not name one."""
 
-_DECODERS = {
-    "gemma3_text": "Gemma3ForCausalLM",
-    "gemma4_text": "Gemma4ForCausalLM",
-    "gemma4_unified_text": "Gemma4UnifiedForCausalLM",
-    "llama": "LlamaForCausalLM",
-    "llama4_text": "Llama4ForCausalLM",
-    "ministral3": "Ministral3ForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen2_5_vl_text": "Qwen2ForCausalLM",
-    "qwen2_vl_text": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3_vl_text": "Qwen3ForCausalLM",
+WRAPPERS = frozenset(_KINDS)
+
+_OTHER_NAMES = {
+    "KimiK25ForConditionalGeneration": "Kimi_K25ForConditionalGeneration",
+    "Qwen2_5OmniModel": "Qwen2_5OmniThinkerForConditionalGeneration",
+    "Qwen2_5OmniForConditionalGeneration": "Qwen2_5OmniThinkerForConditionalGeneration",
+    "Qwen3OmniMoeForConditionalGeneration": "Qwen3OmniMoeThinkerForConditionalGeneration",
 }
-"""The class of each decoder by itself, by its `model_type`."""
+"""How files name a class otherwise, or a model that speaks too, of which it is a part."""
 
-_TYPES = {"qwen2_5_vl_text": "qwen2", "qwen2_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
-"""Decoders that differ in their positions of images alone: what they are for text."""
+_OTHER_KINDS = {"kimi_k2": "deepseek_v3"}
+"""How files name a decoder's type otherwise, as transformers reads them."""
 
-_PLACEHOLDERS = {"image_token_id": 258880, "audio_token_id": 258881, "video_token_id": 258884}
-"""What Gemma 4's classes embed as padding where no image or sound comes with it; defaults."""
+_GEMMA4 = ("Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration")
 
-_CAPPED = frozenset({"gemma4_text", "gemma4_unified_text"})
-"""Decoders that are capped by their larger models too."""
+_PLACEHOLDERS: dict[str, dict[str, int]] = {
+    **{
+        name: {"image_token_id": 258880, "audio_token_id": 258881, "video_token_id": 258884}
+        for name in _GEMMA4
+    },
+    "Kimi_K25ForConditionalGeneration": {"image_token_id": 163605, "video_token_id": 163840},
+}
+"""What a class embeds as padding where no image or sound comes with it; defaults."""
 
 _FLAT = {
     "Qwen2VLForConditionalGeneration": "qwen2_vl_text",
@@ -64,99 +86,81 @@ _FLAT = {
 """Classes of which published files have the decoder's fields beside those of images; its type."""
 
 _TIED = frozenset(
-    {
-        "Gemma3ForConditionalGeneration",
-        "Gemma4ForConditionalGeneration",
-        "Gemma4UnifiedForConditionalGeneration",
-        "InternVLForConditionalGeneration",
-        "Mistral3ForConditionalGeneration",
-    }
-)
+    f"{name}{SUFFIX}"
+    for name in (
+        "AyaVision", "Cohere2Vision", "DeepseekVL", "DeepseekVLHybrid", "Gemma3", "Gemma4",
+        "Gemma4Unified", "GotOcr2", "GraniteDocling", "HyperCLOVAXVisionV2", "InternVL", "Janus",
+        "Kimi_K25", "LightOnOcr", "Mistral3", "Ovis2",
+    )
+)  # fmt: skip
 """Classes that tie embedding and head unless config.json says otherwise."""
-
-_LLAMA = {
-    "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-}  # fmt: skip
-_QWEN2_VL = {
-    "vocab_size": 152064, "hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80,
-    "num_attention_heads": 64, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
-    "max_window_layers": 80,
-}  # fmt: skip
-_GEMMA = {"vocab_size": 262144, "num_hidden_layers": 30, "max_position_embeddings": 131072}
-_QWEN3 = {**_LLAMA, "vocab_size": 151936, "intermediate_size": 22016}
-
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "gemma3_text": {**_GEMMA, "vocab_size": 262208, "num_hidden_layers": 26},
-    "gemma4_text": _GEMMA,
-    "gemma4_unified_text": {**_GEMMA, "max_position_embeddings": 262144},
-    "llama": _LLAMA,
-    "llama4_text": {
-        "vocab_size": 202048, "num_hidden_layers": 48, "max_position_embeddings": 131072
-    },
-    "ministral3": {
-        "vocab_size": 131072, "num_hidden_layers": 34, "max_position_embeddings": 262144
-    },
-    "mistral": {**_LLAMA, "intermediate_size": 14336},
-    "qwen2": _QWEN3,
-    "qwen2_5_vl_text": _QWEN2_VL,
-    "qwen2_vl_text": _QWEN2_VL,
-    "qwen3": _QWEN3,
-    "qwen3_vl_text": {**_QWEN3, "max_position_embeddings": 128000, "rope_theta": 5e5},
-}  # fmt: skip
-"""What published files leave unsaid of a decoder: transformers' own numbers."""
 
 _SHARED = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def is_text_stack(name: str, config: Mapping[str, Any]) -> bool:
     """Whether a config.json is of a larger model that has a decoder of text."""
-    return name.endswith(SUFFIX) and ("text_config" in config or name in _FLAT)
+    return name in _OTHER_NAMES or (
+        name.endswith(SUFFIX) and ("text_config" in config or name in _FLAT)
+    )
+
+
+def writing_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config of the part that writes text, in models that speak too; else the same."""
+    inner = config.get("thinker_config")
+    return inner if isinstance(inner, Mapping) else config
 
 
 def text_config(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
     """Make the decoder's config.json of a larger model's; ArchitectureError says what is wrong."""
+    dtype = config.get("dtype") or config.get("torch_dtype")
+    name, config = _OTHER_NAMES.get(name, name), writing_part(config)
     text = config.get("text_config")
     if text is None and name in _FLAT:
         text = {**config, "model_type": _FLAT[name]}
     if name not in WRAPPERS or not isinstance(text, Mapping):
         raise ArchitectureError(
             f"architecture {name} is not served; of models that read more than text these are, for "
-            f"text alone: {', '.join(sorted(WRAPPERS))}"
+            f"text alone: {', '.join(sorted(WRAPPERS | {*_OTHER_NAMES}))}"
         )
-    kind = text.get("model_type", "llama")
-    if kind not in _DECODERS:
+    kind = text.get("model_type", _KINDS[name])
+    kind = _OTHER_KINDS.get(kind, kind)
+    if kind not in DECODERS:
         raise ArchitectureError(
             f"{name}: its decoder's model_type {kind} is not served inside of a larger model; "
-            f"known: {', '.join(sorted(_DECODERS))}"
+            f"known: {', '.join(sorted(DECODERS))}"
         )
-    if text.get("final_logit_softcapping") is not None and kind not in _CAPPED:
+    decoder = DECODERS[kind]
+    if text.get("final_logit_softcapping") is not None and not decoder.is_capped:
         # Most larger models' classes have a head of their own, which does not know it.
         raise ArchitectureError(f"{name}: final_logit_softcapping is not served inside of it")
     shared = {key: config[key] for key in _SHARED if config.get(key) is not None}
-    dtype = config.get("dtype") or config.get("torch_dtype")
+    known = {**decoder.unsaid, **text, **decoder.fixed}
+    if decoder.splits_width:
+        width = known["hidden_size"] // known["num_attention_heads"]
+        if known.setdefault("head_dim", width) != width:
+            raise ArchitectureError(
+                f"{name}: head_dim ({known['head_dim']}) must be hidden_size / num_attention_heads "
+                f"({width}) in {kind}: transformers rotates by the one and attends by the other"
+            )
     return {
-        **_DEFAULTS[kind],
-        **text,
+        **known,
         **shared,
         **({"dtype": dtype} if dtype else {}),
         "tie_word_embeddings": _is_tied(name, config, text),
-        "model_type": _TYPES.get(kind, kind),
-        "architectures": [_DECODERS[kind]],
+        "model_type": decoder.model_type or kind,
+        "architectures": [decoder.architecture],
         **_plain_rope(text),
     }
 
 
-def padding_of(kind: str | None, config: Mapping[str, Any]) -> tuple[tuple[int, ...], int]:
-    """Return the tokens that a larger model embeds as another one, and that one.
-
-    kind: its decoder's `model_type`.
-    """
-    if kind not in _CAPPED:
-        return (), 0
-    found = (config.get(key, default) for key, default in _PLACEHOLDERS.items())
-    pad = config["text_config"].get("pad_token_id") or 0
-    return tuple(token for token in found if token is not None), pad
+def padding_of(name: str, config: Mapping[str, Any]) -> tuple[tuple[int, ...], int]:
+    """Return the tokens that a larger model's class embeds as another one, and that one."""
+    placeholders = _PLACEHOLDERS.get(_OTHER_NAMES.get(name, name), {})
+    found = (config.get(key, default) for key, default in placeholders.items())
+    # Kimi's padding is token 0, whatever its config says.
+    pad = config["text_config"].get("pad_token_id") if name in _GEMMA4 else 0
+    return tuple(token for token in found if token is not None), pad or 0
 
 
 def _is_tied(name: str, config: Mapping[str, Any], text: Mapping[str, Any]) -> bool:
@@ -187,6 +191,11 @@ DECODER_PREFIXES = {
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
     "model.text_model.": "model.",
+    "thinker.lm_head.": "lm_head.",
+    "thinker.model.language_model.": "model.",
+    "thinker.model.layers.": "model.layers.",
+    "thinker.model.embed_tokens.": "model.embed_tokens.",
+    "thinker.model.norm.": "model.norm.",
     "lm_head.": "lm_head.",
     "model.layers.": "model.layers.",
     "model.embed_tokens.": "model.embed_tokens.",
@@ -206,8 +215,10 @@ def decoder_name(name: str) -> str | None:
 
 _OTHER_PARTS = frozenset(
     {
-        "audio_tower", "connector", "embed_audio", "embed_vision", "multi_modal_projector",
-        "vision_model", "vision_tower", "visual",
+        "aligner", "audio_tower", "connector", "embed_audio", "embed_vision", "generation_aligner",
+        "generation_head", "high_res_vision_model", "high_res_vision_neck", "high_res_vision_proj",
+        "image_tower", "mm_projector", "multi_modal_projector", "projector", "video_tower",
+        "vision_encoder", "vision_model", "vision_projection", "vision_tower", "visual", "vqmodel",
     }
 )  # fmt: skip
 """How larger models call what makes tokens of images and sound: no text goes through it."""
@@ -223,5 +234,6 @@ def outer_paths(path: str) -> tuple[str, ...]:
     if path.startswith("model."):
         inner = path.removeprefix("model.")
         outer = ("model.language_model", "language_model.model", "model.text_model")
-        return tuple(f"{prefix}.{inner}" for prefix in outer)
-    return (f"language_model.{path}",)
+        thinkers = ("thinker.model", "thinker.model.language_model")
+        return tuple(f"{prefix}.{inner}" for prefix in (*outer, *thinkers))
+    return (f"language_model.{path}", f"thinker.{path}")

@@ -11,6 +11,9 @@ from modeling.adapters.projection import (
     in_foreign_code,
 )
 
+GENERATES = "CAUSAL_LM"
+"""PEFT's task_type of adapters that are loaded as PeftModelForCausalLM."""
+
 
 def check_activation(
     plan: LoraPlan,
@@ -35,4 +38,11 @@ def check_activation(
         refuse(
             "alora_invocation_tokens: an activated adapter changes linear modules inside the "
             "layers alone, as in PEFT; retrain it without embedding and heads"
+        )
+    if plan.task != GENERATES:
+        # Of PEFT's classes PeftModelForCausalLM alone looks for the invocation (peft_model.py).
+        refuse(
+            f"alora_invocation_tokens with task_type {plan.task}: PEFT's PeftModel.from_pretrained "
+            f"never activates such an adapter; set task_type to {GENERATES} in "
+            "adapter_config.json if it was trained so"
         )

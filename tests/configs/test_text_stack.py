@@ -5,13 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from transformers import CONFIG_MAPPING
 
 from configs.architectures.base import ArchitectureError
 from configs.architectures.generic import GenericArchitecture
 from configs.architectures.llama import Architecture
 from configs.architectures.select import end_token_ids, parse_architecture, vocab_size
-from configs.architectures.text_stack import WRAPPERS, decoder_name, outer_paths
+from configs.architectures.text_decoders import DECODERS
+from configs.architectures.text_stack import WRAPPERS, decoder_name, outer_paths, text_config
 
 TEXT: dict[str, Any] = {
     "model_type": "mistral", "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48,
@@ -40,6 +42,9 @@ def test_a_generic_decoder_too() -> None:
     assert (spec.architecture, spec.is_text_stack) == ("Gemma3ForCausalLM", True)
 
 
+LLAVA = "LlavaForConditionalGeneration"
+"""A class that may have any decoder."""
+
 PUBLISHED: dict[str, dict[str, Any]] = {
     "gemma3": {
         "eos_token_id": [1, 106],
@@ -66,14 +71,6 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """Files as their makers wrote them: what transformers knows is left out, or is not set apart."""
-
-UNSAID = {
-    "gemma3_text": "gemma3", "gemma4_text": "gemma4", "gemma4_unified_text": "gemma4_unified",
-    "llama": "llava", "llama4_text": "llama4", "ministral3": "mistral3", "mistral": "mistral3",
-    "qwen2": "internvl", "qwen2_5_vl_text": "qwen2_5_vl", "qwen2_vl_text": "qwen2_vl",
-    "qwen3": "internvl", "qwen3_vl_text": "qwen3_vl",
-}  # fmt: skip
-"""Every kind of decoder, and a kind of larger model that has it."""
 
 SPEC_KEYS = {
     "vocab_size": "vocab_size", "num_layers": "num_hidden_layers", "hidden_size": "hidden_size",
@@ -108,10 +105,48 @@ def test_files_as_their_makers_wrote_them(kind: str) -> None:
     assert spec.is_text_stack
 
 
-@pytest.mark.parametrize("kind", UNSAID)
+def test_files_that_name_class_and_decoder_otherwise() -> None:
+    fields = {
+        "architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25",
+        "text_config": {"model_type": "kimi_k2", "num_hidden_layers": 3},
+    }  # fmt: skip
+    own = CONFIG_MAPPING["kimi_k25"].from_dict(fields)
+    spec = parse_architecture(fields)
+    assert isinstance(spec, GenericArchitecture)
+    assert spec.settings["model_type"] == own.text_config.model_type == "deepseek_v3"
+    assert (spec.num_layers, spec.padded_tokens) == (3, (own.image_token_id, own.video_token_id))
+
+
+@pytest.mark.parametrize("kind", DECODERS)
 def test_what_a_file_leaves_unsaid_is_what_transformers_takes(kind: str) -> None:
-    fields = {"architectures": [_wrapper(UNSAID[kind])], "text_config": {"model_type": kind}}
-    _same_as_transformers(parse_architecture(fields), CONFIG_MAPPING[kind]())
+    fields = {"architectures": [LLAVA], "text_config": {"model_type": kind}}
+    own = CONFIG_MAPPING[kind]()
+    _same_as_transformers(parse_architecture(fields), own)
+    made = text_config(LLAVA, fields)
+    served = CONFIG_MAPPING[made["model_type"]].from_dict(made).to_dict()
+    expected = {**own.to_dict(), **DECODERS[kind].fixed}
+    # A partial_rotary_factor of 1 says what its absence says.
+    served["rope_parameters"] = {"partial_rotary_factor": 1.0, **served["rope_parameters"]}
+    expected["rope_parameters"] = {"partial_rotary_factor": 1.0, **expected["rope_parameters"]}
+    compared = (served.keys() & expected.keys()) - NOT_COMPARED
+    assert {key: served[key] for key in compared} == {key: expected[key] for key in compared}
+
+
+NOT_COMPARED = {
+    "architectures", "bos_token_id", "dtype", "eos_token_id", "initializer_range", "model_type",
+    "pad_token_id", "router_aux_loss_coef", "tie_word_embeddings", "transformers_version",
+    "use_cache",
+}  # fmt: skip
+"""Fields that say nothing of what a decoder computes, or that its larger model says."""
+
+
+@pytest.mark.parametrize("name", sorted(WRAPPERS))
+def test_what_a_class_leaves_unsaid_is_what_transformers_takes(name: str) -> None:
+    own = getattr(transformers, name).config_class()
+    made = text_config(name, {"text_config": {}})
+    decoder = DECODERS[own.text_config.model_type]
+    assert made["architectures"] == [decoder.architecture]
+    assert made["tie_word_embeddings"] is bool(getattr(own, "tie_word_embeddings", False))
 
 
 @pytest.mark.parametrize(
@@ -130,6 +165,10 @@ def test_ends_are_tied_where_either_config_says_so(outer: Any, inner: Any, tied:
         ({"architectures": ["PaliGemmaForConditionalGeneration"]}, "PaliGemma.* is not served"),
         ({"text_config": {**TEXT, "model_type": "t5"}}, "model_type t5 is not served"),
         ({"text_config": {**TEXT, "final_logit_softcapping": 30.0}}, "final_logit_softcapping"),
+        (
+            {"text_config": {**TEXT, "model_type": "glm4v_text", "head_dim": 16}},
+            r"head_dim \(16\) must be hidden_size / num_attention_heads \(8\)",
+        ),
         (
             {
                 "architectures": ["Gemma3ForConditionalGeneration"],
@@ -159,6 +198,10 @@ def test_refusals_say_what_is_not_served(changes: dict[str, Any], message: str) 
         ("vision_tower.layers.0.weight", None),
         ("model.visual.blocks.0.weight", None),
         ("model.multi_modal_projector.linear.weight", None),
+        ("thinker.model.norm.weight", "model.norm.weight"),
+        ("thinker.lm_head.weight", "lm_head.weight"),
+        ("thinker.visual.blocks.0.weight", None),
+        ("talker.model.norm.weight", None),
     ],
 )
 def test_names_of_tensors(stored: str, own: str | None) -> None:
@@ -170,8 +213,10 @@ def test_paths_of_adapters() -> None:
         "model.language_model.layers.{layer}.mlp",
         "language_model.model.layers.{layer}.mlp",
         "model.text_model.layers.{layer}.mlp",
+        "thinker.model.layers.{layer}.mlp",
+        "thinker.model.language_model.layers.{layer}.mlp",
     )
-    assert outer_paths("lm_head") == ("language_model.lm_head",)
+    assert outer_paths("lm_head") == ("language_model.lm_head", "thinker.lm_head")
 
 
 def test_the_sizes_of_a_folder_are_the_decoders(tmp_path: Path) -> None:

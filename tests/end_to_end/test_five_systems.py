@@ -88,7 +88,7 @@ FAMILIES: Mapping[str, System] = {
         recipes(EXPERT_ADAPTERS["r8"].target_modules),
         ranks=2,
     ),
-    "gemma3": System(partial(write_stack, kind="gemma3"), recipes(LANGUAGE, std=0.25)),
+    "gemma3": System(partial(write_stack, variant="gemma3"), recipes(LANGUAGE, std=0.25)),
 }
 """The last one is the text of a vision model, with adapters of the whole model."""
 

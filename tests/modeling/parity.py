@@ -34,6 +34,7 @@ from tests.checkpoints_generic import (
     GENERIC_ADAPTERS,
     GENERIC_ENDS,
     write_generic,
+    write_headless,
 )
 from tests.checkpoints_others import (
     GPT2_ADAPTERS,
@@ -268,6 +269,7 @@ FAMILIES: dict[str, Family] = {
     "vocabulary_relative": Family(write_relative, VOCABULARY_ADAPTERS),
     "generic": Family(write_generic, GENERIC_ADAPTERS),
     "mixture": Family(write_generic, EXPERT_ADAPTERS),
+    "headless": Family(write_headless, EXPERT_ADAPTERS),
     "converted": Family(write_generic, converted("qwen3_moe")),
     "converted_mixtral": Family(write_generic, converted("mixtral")),
     "stack": Family(write_stack, STACK_ADAPTERS),

@@ -1,6 +1,7 @@
 """Activated adapters (aLoRA): the base model up to their invocation, PEFT's answers behind it."""
 
 import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -223,6 +224,25 @@ def test_merges_and_vocabulary_are_refused(world: World) -> None:
     path.write_text(json.dumps(fields))
     with pytest.raises(AdapterError, match="linear modules inside the layers alone"):
         runner.stage(FetchedAdapter(AdapterKey(9), "ends", str(ends), "ends"))
+
+
+@pytest.mark.parametrize("task", [None, "FEATURE_EXTRACTION"])
+def test_adapters_that_peft_never_activates_are_refused(
+    world: World, tmp_path: Path, task: str | None
+) -> None:
+    """PeftModelForCausalLM alone looks for the invocation: others compute the base model."""
+    model = world.model("llama", "gqa")
+    folder = write_adapter(tmp_path / "activated", model, recipes("llama")["activated"])
+    prompt = prompt_of(96, 20, 3, 1)
+    of_base = prompt_logits(model, None, prompt)
+    assert not torch.equal(prompt_logits(model, folder, prompt), of_base)
+    idle = Path(shutil.copytree(folder, tmp_path / "idle"))
+    path = idle / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"task_type": task}))
+    assert torch.equal(prompt_logits(model, idle, prompt), of_base)
+    runner = load_paged(engine_config(model), SingleRank(), torch.device("cpu")).allocate()
+    with pytest.raises(AdapterError, match=f"task_type {task}: .* set task_type to CAUSAL_LM"):
+        runner.stage(FetchedAdapter(AdapterKey(9), "idle", str(idle), "idle"))
 
 
 def test_the_last_invocation_counts() -> None:

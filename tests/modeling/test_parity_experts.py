@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from configs.architectures.base import ArchitectureError
@@ -21,8 +23,8 @@ from modeling.models.generic.experts import RoutedLayers
 from modeling.runner.loading import load_model
 from sharding.group import LoneRank, SingleRank
 from sharding.tensor_file import TensorFile
-from tests.checkpoints import load_oracle
-from tests.checkpoints_generic import MIXTURES
+from tests.checkpoints import load_oracle, oracle_logits
+from tests.checkpoints_generic import MIXTURES, write_generic
 from tests.modeling.parity import BASE, Setting, World, compare, engine_config, expect_mismatch
 
 # PEFT looks for patterns of parameters among modules, and warns that it found none.
@@ -33,6 +35,8 @@ VARIANTS = (*MIXTURES, "olmoe", "qwen2_moe")
 FEW_SPREAD = (("mixtral", 2), *((each, 4) for each in ("qwen3_moe", "deepseek_v3", "gpt_oss")))
 """Over whole experts; `parity_cells.py` has all variants, on 2 ranks and on 4."""
 
+TOKENS = (5, 6, 7, 8)
+
 MORE = {"qwen3_moe": ["r8", "router", "down", "ranks"], "deepseek_v3": ["r8", "shared"]}
 QWEN3 = Setting("mixture", "qwen3_moe", 1, ["parameters", BASE, "ranks"])
 QWEN3_CUT = Setting("mixture", "qwen3_moe", 2, ["parameters", BASE])
@@ -42,6 +46,27 @@ JOINED = Setting("converted", "qwen3_moe", 1, ["joined"])
 SHARED = Setting("converted", "qwen3_moe", 1, ["shared"])
 MODULES = Setting("converted", "qwen3_moe", 1, ["modules"])
 FEW = Setting("converted", "qwen3_moe", 1, ["few", BASE])
+
+
+@pytest.mark.parametrize("variant", MIXTURES)
+def test_checkpoints_of_the_decoder_alone(world: World, variant: str) -> None:
+    """Tensors without `model.`, in some layers or in all, as transformers loads them."""
+    compare(world, Setting("headless", variant, 2, [BASE, "parameters"]))
+
+
+def test_experts_of_which_some_are_named_in_full_are_refused(tmp_path: Path) -> None:
+    """transformers puts those that are into one order, and then the others."""
+    folder = write_generic(tmp_path, "qwen3_moe")
+    own = oracle_logits(load_oracle(folder), TOKENS)
+    path = folder / "model.safetensors"
+    named = {
+        name.removeprefix("model.") if ".experts.2." in name else name: tensor
+        for name, tensor in load_file(path).items()
+    }
+    save_file(named, path, metadata={"format": "pt"})
+    assert not torch.allclose(oracle_logits(load_oracle(folder), TOKENS), own, atol=0.1)
+    with pytest.raises(ArchitectureError, match=r"experts\.\w+: some experts' tensors are named"):
+        load_model(engine_config(folder), SingleRank(), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

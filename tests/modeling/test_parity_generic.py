@@ -67,28 +67,33 @@ def test_vocabulary(world: World, variant: str) -> None:
     compare(world, Setting("generic_ends", variant, 2, names, vocabulary=True))
 
 
-@pytest.mark.parametrize(
-    "variant",
-    [
-        pytest.param(
-            variant,
-            marks=pytest.mark.skipif(
-                variant == "llama4" and transformers.__version__ == "5.24.0",
-                reason="this transformers fails on it itself: no image_outputs",
-            ),
-        )
-        for variant in STACKS
-    ],
-)
+LARGER = [
+    pytest.param(
+        variant,
+        marks=pytest.mark.skipif(
+            variant == "llama4" and transformers.__version__ == "5.24.0",
+            reason="this transformers fails on it itself: no image_outputs",
+        ),
+    )
+    for variant in STACKS
+]
+
+
+@pytest.mark.parametrize("variant", LARGER)
 def test_text_of_larger_models(world: World, variant: str) -> None:
     """Decoders of models that read images, with adapters that were trained on the whole model."""
     adapter = "everywhere" if variant in TOWERS else "r8"
     compare(world, Setting("stack", variant, 2, [BASE, adapter]))
 
 
-@pytest.mark.parametrize("variant", ["gemma3", "gemma4", "gemma4_unified"])
+@pytest.mark.parametrize("variant", ["glm4v_moe", "qwen3_omni_moe_whole", "qwen3_vl_moe_turned"])
+def test_experts_of_larger_models(world: World, variant: str) -> None:
+    compare(world, Setting("stack", variant, 2, [BASE, "experts"]))
+
+
+@pytest.mark.parametrize("variant", LARGER)
 def test_tokens_of_images_without_an_image(world: World, variant: str) -> None:
-    """Gemma 4 embeds them as padding, in prompts and in answers; others as they are."""
+    """Gemma 4 and Kimi embed them as padding, in prompts and in answers; others as they are."""
     model = world.model("stack", variant)
     config = engine_config(model)
     requests = [

@@ -33,6 +33,10 @@ class SourceNames:
         transforms: list[Any] = get_model_conversion_mapping(model)
         self._renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
         self._converters = [each for each in transforms if isinstance(each, WeightConverter)]
+        own = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
+        # Checkpoints of a model without its head lack the first part.
+        self._whole = {name.partition(".")[2]: name for name in own} | {name: name for name in own}
+        self._found_as: dict[str, str] = {}
         self._plain: dict[str, str] = {}
         self._stacked: dict[str, StackedExperts] = defaultdict(StackedExperts)
         self._joined: dict[str, dict[int, str]] = defaultdict(dict)
@@ -62,11 +66,23 @@ class SourceNames:
                     self._joined[final][part] = name
                     return
                 _check(converter)
+                final = self._complete(final)
                 # Others are read beside the matrix that they belong to.
                 if name == matrix or name.endswith(CODES):
                     self._stacked[final].parts[part][_expert(pattern, target)] = matrix
                 return
-        self._plain[self._renamed(name)] = name
+        final = self._renamed(name)
+        self._plain[self._whole.get(final, final)] = name
+
+    def _complete(self, final: str) -> str:
+        """Return the model's name; ArchitectureError where experts' names lack parts unevenly."""
+        found = self._whole.get(final, final)
+        if self._found_as.setdefault(found, final) != final:
+            raise ArchitectureError(
+                f"{found}: some experts' tensors are named from {found.partition('.')[0]} on and "
+                "others are not, and transformers mixes these experts up: rename them"
+            )
+        return found
 
     def _renamed(self, name: str) -> str:
         for renaming in self._renamings:

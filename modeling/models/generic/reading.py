@@ -57,6 +57,7 @@ class _Reader:
         self._own = own
         self._weights = weights
         self._names = names
+        self._may_turn = causal.config.model_type == "qwen3_moe"
         kept: Any = getattr(causal, "_keep_in_fp32_modules_strict", None) or ()
         self._wide = re.compile("|".join(kept) or r"(?!)")
 
@@ -114,8 +115,19 @@ class _Reader:
         if stacked is not None:
             _, rows, columns = shape
             return stacked.read(self._weights, shape, whole(rows), whole(columns), own)
+        return self._matrices(name, shape, ((own.start, own.stop),))
+
+    def _matrices(
+        self, name: str, shape: tuple[int, ...], experts: Segments | None = None
+    ) -> Tensor:
+        """A tensor of all experts; Qwen3-VL-MoE's files may have their matrices transposed."""
         dtype = torch.float32 if self._wide.search(name) else None
-        return self._weights.read(name, shape, rows=((own.start, own.stop),), dtype=dtype)
+        turned = (shape[0], *reversed(shape[1:]))
+        may_turn = self._may_turn and len(shape) == 3 and self._weights.lists(name)
+        if may_turn and self._weights.stored_shape(name) == turned != shape:
+            found = self._weights.read(name, turned, experts, dtype=dtype)
+            return found.transpose(1, 2).contiguous()
+        return self._weights.read(name, shape, experts, dtype=dtype)
 
     def _read(
         self, name: str, shape: tuple[int, ...], cut: tuple[Segments, Segments] | None
@@ -129,7 +141,7 @@ class _Reader:
             stacked = self._names.stacked(name)
             if stacked is not None:
                 return stacked.read(self._weights, shape, rows, columns)
-            found = self._weights.read(name, shape, dtype=dtype)
+            found = self._matrices(name, shape)
             return _part(_part(found, 1, rows), 2, columns).contiguous()
         own = self._plan.rows(name, shape) if shape else None
         return self._weights.read(name, shape, rows=own, dtype=dtype)

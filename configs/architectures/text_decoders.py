@@ -1,0 +1,162 @@
+"""Decoders inside of larger models: as which causal model each computes text."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """How a decoder is served by itself.
+
+    architecture: the causal class that computes the same. model_type: that class's; None: it is the
+    decoder's own. unsaid: transformers' numbers for what files leave out. fixed: what it computes
+    whatever its config says. splits_width: whether a head must be hidden_size / num_attention_heads
+    wide. is_capped: whether its larger models heed final_logit_softcapping.
+    """
+
+    architecture: str
+    model_type: str | None = None
+    unsaid: Mapping[str, Any] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    splits_width: bool = False
+    is_capped: bool = False
+
+
+def _sizes(
+    vocab: int, hidden: int, intermediate: int, layers: int, heads: int, **more: Any
+) -> dict[str, Any]:
+    return {
+        "vocab_size": vocab, "hidden_size": hidden, "intermediate_size": intermediate,
+        "num_hidden_layers": layers, "num_attention_heads": heads, **more,
+    }  # fmt: skip
+
+
+_LLAMA = _sizes(32000, 4096, 11008, 32, 32)
+_QWEN2_VL = _sizes(
+    *(152064, 8192, 29568, 80, 64),
+    num_key_value_heads=8, rms_norm_eps=1e-5, rope_theta=1e6, max_window_layers=80,
+)  # fmt: skip
+_GEMMA = {"vocab_size": 262144, "num_hidden_layers": 30, "max_position_embeddings": 131072}
+_QWEN3 = _sizes(151936, 4096, 22016, 32, 32)
+_QWEN3_MOE = _sizes(151936, 2048, 5632, 24, 16, num_key_value_heads=16)
+_GLM4 = _sizes(
+    *(151552, 4096, 13696, 40, 32),
+    num_key_value_heads=2, max_position_embeddings=32768, rms_norm_eps=1e-5,
+    partial_rotary_factor=1.0,
+)  # fmt: skip
+_UNSCALED = {"logits_scaling": 1.0}
+"""Heads of larger models do not divide, as Granite's own does."""
+_NO_WINDOW = {"use_sliding_window": False}
+"""They have none, as the classes that compute the same may have."""
+
+DECODERS: dict[str, Decoder] = {
+    "aria_text": Decoder(
+        "AriaTextForCausalLM",
+        unsaid=_sizes(32000, 4096, 4096, 32, 32, max_position_embeddings=2048),
+    ),
+    # Larger models' heads do not multiply, as Cohere's own does.
+    "cohere2": Decoder(
+        "Cohere2ForCausalLM",
+        unsaid={"vocab_size": 256000, "num_hidden_layers": 40, "max_position_embeddings": 8192},
+        fixed={"logit_scale": 1.0},
+    ),
+    "deepseek_v3": Decoder(
+        "DeepseekV3ForCausalLM",
+        unsaid={"vocab_size": 129280, "num_hidden_layers": 61, "max_position_embeddings": 4096},
+    ),
+    "exaone4": Decoder(
+        "Exaone4ForCausalLM",
+        unsaid={"vocab_size": 102400, "num_hidden_layers": 32, "max_position_embeddings": 2048},
+    ),
+    "gemma3_text": Decoder(
+        "Gemma3ForCausalLM", unsaid={**_GEMMA, "vocab_size": 262208, "num_hidden_layers": 26}
+    ),
+    "gemma4_text": Decoder("Gemma4ForCausalLM", unsaid=_GEMMA, is_capped=True),
+    "gemma4_unified_text": Decoder(
+        "Gemma4UnifiedForCausalLM",
+        unsaid={**_GEMMA, "max_position_embeddings": 262144},
+        is_capped=True,
+    ),
+    "glm4v_moe_text": Decoder(
+        "Glm4MoeForCausalLM",
+        "glm4_moe",
+        unsaid=_sizes(
+            *(151424, 4096, 10944, 46, 96), attention_bias=True, max_position_embeddings=65536
+        ),
+        fixed={"use_qk_norm": False},
+    ),
+    "glm4v_text": Decoder(
+        "Glm4ForCausalLM",
+        "glm4",
+        unsaid=_GLM4,
+        fixed={"attention_bias": True},
+        splits_width=True,
+    ),
+    "granite": Decoder("GraniteForCausalLM", unsaid=_LLAMA, fixed=_UNSCALED),
+    "granite_docling_text": Decoder(
+        "GraniteForCausalLM",
+        "granite",
+        unsaid=_sizes(
+            *(133800, 1024, 2048, 28, 16),
+            num_key_value_heads=4, max_position_embeddings=32768, rms_norm_eps=1e-5,
+            attention_multiplier=0.015625, embedding_multiplier=12.0, logits_scaling=4.0,
+            residual_multiplier=0.263,
+        ),
+    ),
+    "hyperclovax": Decoder(
+        "HyperCLOVAXForCausalLM", unsaid={**_LLAMA, "max_position_embeddings": 2048}
+    ),
+    "llama": Decoder("LlamaForCausalLM", unsaid=_LLAMA),
+    "llama4_text": Decoder(
+        "Llama4ForCausalLM",
+        unsaid={
+            "vocab_size": 202048, "num_hidden_layers": 48, "max_position_embeddings": 131072
+        },
+    ),
+    "ministral3": Decoder(
+        "Ministral3ForCausalLM",
+        unsaid={
+            "vocab_size": 131072, "num_hidden_layers": 34, "max_position_embeddings": 262144
+        },
+    ),
+    "mistral": Decoder("MistralForCausalLM", unsaid={**_LLAMA, "intermediate_size": 14336}),
+    "qwen2": Decoder("Qwen2ForCausalLM", unsaid=_QWEN3),
+    "qwen2_5_omni_text": Decoder(
+        "Qwen2ForCausalLM",
+        "qwen2",
+        unsaid=_sizes(
+            *(152064, 3584, 18944, 28, 28),
+            num_key_value_heads=4, rope_theta=1e6, max_window_layers=28,
+        ),
+    ),
+    "qwen2_5_vl_text": Decoder("Qwen2ForCausalLM", "qwen2", unsaid=_QWEN2_VL),
+    "qwen2_vl_text": Decoder("Qwen2ForCausalLM", "qwen2", unsaid=_QWEN2_VL),
+    "qwen3": Decoder("Qwen3ForCausalLM", unsaid=_QWEN3),
+    "qwen3_omni_moe_text": Decoder(
+        "Qwen3MoeForCausalLM",
+        "qwen3_moe",
+        unsaid=_sizes(
+            *(3584, 2048, 18944, 28, 28),
+            max_position_embeddings=32768, norm_topk_prob=True, rope_theta=1e6,
+        ),
+        fixed=_NO_WINDOW,
+    ),
+    "qwen3_vl_moe_text": Decoder(
+        "Qwen3MoeForCausalLM",
+        "qwen3_moe",
+        unsaid={
+            **_QWEN3_MOE, "max_position_embeddings": 128000, "head_dim": 128, "num_experts": 60,
+            "num_experts_per_tok": 4, "moe_intermediate_size": 1408, "rope_theta": 5e5,
+        },
+        fixed={"norm_topk_prob": True, **_NO_WINDOW},
+    ),
+    "qwen3_vl_text": Decoder(
+        "Qwen3ForCausalLM",
+        "qwen3",
+        unsaid={**_QWEN3, "max_position_embeddings": 128000, "rope_theta": 5e5},
+        fixed=_NO_WINDOW,
+    ),
+}  # fmt: skip
+"""By the decoder's `model_type`. Those of another type than their class's differ from it in their
+positions of images alone."""
