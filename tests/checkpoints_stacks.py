@@ -12,7 +12,16 @@ from transformers.models.auto import modeling_auto
 
 from tests.checkpoints import AdapterRecipe
 from tests.checkpoints_experts import EXPERT_ADAPTERS
-from tests.checkpoints_generic import COLUMNS, MIXED, ROWS, SHAPE, WINDOW, randomise
+from tests.checkpoints_generic import (
+    COLUMNS,
+    DELTA_NET,
+    LINEAR,
+    MIXED,
+    ROWS,
+    SHAPE,
+    WINDOW,
+    randomise,
+)
 
 IMAGE = 90
 """The token that an image takes the place of."""
@@ -130,6 +139,31 @@ STACKS: dict[str, dict[str, Any]] = {
     "qwen2_vl": {
         "text_config": {**_TEXT, **_rope([1, 1, 2]), "head_dim": 8},
         "vision_config": _QWEN_VISION,
+    },
+    "qwen3_5": {
+        "text_config": {**_TEXT, **DELTA_NET, **_rope([1, 0, 1]), "layer_types": LINEAR[:2]},
+        "vision_config": _QWEN_VISION,
+    },
+    "qwen3_5_moe": {
+        "text_config": {
+            **_TEXT,
+            **DELTA_NET,
+            **_rope([1, 0, 1]),
+            "layer_types": LINEAR[:2],
+            **_QWEN_EXPERTS,
+            "shared_expert_intermediate_size": 24,
+        },
+        "vision_config": _QWEN_VISION,
+    },
+    "lfm2_vl": {
+        "text_config": {
+            **_TEXT,
+            "model_type": "lfm2",
+            "head_dim": 8,
+            "layer_types": ["conv", "full_attention"],
+            "block_multiple_of": 8,
+        },
+        "vision_config": {**_VISION, "model_type": "siglip2_vision_model", "num_patches": 4},
     },
     "qwen3_vl": {"text_config": {**_TEXT, **_rope([2, 3, 3])}, "vision_config": _QWEN_VISION},
     "ministral3": {

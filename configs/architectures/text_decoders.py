@@ -107,6 +107,10 @@ DECODERS: dict[str, Decoder] = {
     "hyperclovax": Decoder(
         "HyperCLOVAXForCausalLM", unsaid={**_LLAMA, "max_position_embeddings": 2048}
     ),
+    "lfm2": Decoder(
+        "Lfm2ForCausalLM",
+        unsaid={"vocab_size": 65536, "num_hidden_layers": 32, "max_position_embeddings": 128000},
+    ),
     "llama": Decoder("LlamaForCausalLM", unsaid=_LLAMA),
     "llama4_text": Decoder(
         "Llama4ForCausalLM",
@@ -133,6 +137,14 @@ DECODERS: dict[str, Decoder] = {
     "qwen2_5_vl_text": Decoder("Qwen2ForCausalLM", "qwen2", unsaid=_QWEN2_VL),
     "qwen2_vl_text": Decoder("Qwen2ForCausalLM", "qwen2", unsaid=_QWEN2_VL),
     "qwen3": Decoder("Qwen3ForCausalLM", unsaid=_QWEN3),
+    "qwen3_5_moe_text": Decoder(
+        "Qwen3_5MoeForCausalLM",
+        unsaid={"vocab_size": 248320, "num_hidden_layers": 40, "max_position_embeddings": 32768},
+    ),
+    "qwen3_5_text": Decoder(
+        "Qwen3_5ForCausalLM",
+        unsaid={"vocab_size": 248320, "num_hidden_layers": 32, "max_position_embeddings": 32768},
+    ),
     "qwen3_omni_moe_text": Decoder(
         "Qwen3MoeForCausalLM",
         "qwen3_moe",

@@ -33,6 +33,7 @@ _KINDS = {
                 "LlavaNextVideo", "SmolVLM", "VideoLlava", "VipLlava", "Voxtral",
             ),
         ),
+        ("lfm2", ("Lfm2Vl",)),
         ("llama4_text", ("Llama4",)),
         ("mistral", ("Idefics2", "Mistral3")),
         (
@@ -46,6 +47,8 @@ _KINDS = {
         ("qwen2_5_vl_text", ("Qwen2_5_VL",)),
         ("qwen2_vl_text", ("Qwen2VL",)),
         ("qwen3", ("LightOnOcr",)),
+        ("qwen3_5_moe_text", ("Qwen3_5Moe",)),
+        ("qwen3_5_text", ("Qwen3_5",)),
         ("qwen3_omni_moe_text", ("Qwen3OmniMoeThinker",)),
         ("qwen3_vl_moe_text", ("Qwen3VLMoe",)),
         ("qwen3_vl_text", ("Qwen3VL",)),
@@ -90,7 +93,7 @@ _TIED = frozenset(
     for name in (
         "AyaVision", "Cohere2Vision", "DeepseekVL", "DeepseekVLHybrid", "Gemma3", "Gemma4",
         "Gemma4Unified", "GotOcr2", "GraniteDocling", "HyperCLOVAXVisionV2", "InternVL", "Janus",
-        "Kimi_K25", "LightOnOcr", "Mistral3", "Ovis2",
+        "Kimi_K25", "Lfm2Vl", "LightOnOcr", "Mistral3", "Ovis2",
     )
 )  # fmt: skip
 """Classes that tie embedding and head unless config.json says otherwise."""
