@@ -10,7 +10,7 @@ from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from configs.architectures.base import ArchitectureError
-from configs.architectures.generic import parse
+from configs.architectures.generic import RECURRENT_TYPES, parse
 from configs.architectures.padded import PaddedArchitecture
 from configs.architectures.select import FAMILIES, MODEL_TYPES, parse_architecture
 from configs.architectures.text_stack import WRAPPERS
@@ -51,8 +51,11 @@ READING = {
     GENERIC: "Compared on one rank and on two. Attention, cache, linear layers and both ends of\n"
     "the model are ours, all else is computed by transformers' modules. With another `rope_type`\n"
     "than default, dynamic, linear, llama3, proportional and yarn they are padded. Code that a\n"
-    "repository of one of these types brings (`auto_map`) is not run. `granitemoehybrid` and\n"
-    "`lfm2_moe` are served without recurrent layers alone.",
+    "repository of one of these types brings (`auto_map`) is not run.\n"
+    "These types may have recurrent layers, which keep a state of each sequence in place of keys\n"
+    "and values ([what that costs](design/generic_models.md)):\n"
+    + "\n".join(f"`{kind}`," for kind in sorted(RECURRENT_TYPES)).rstrip(",")
+    + ".",
     TEXT: "Their decoder alone is served, paged, as the parity page compares it. Their classes\n"
     "are\n"
     + "\n".join(f"`{name}`," for name in sorted(WRAPPERS)).rstrip(",")

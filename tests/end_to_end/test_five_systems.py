@@ -81,7 +81,9 @@ FAMILIES: Mapping[str, System] = {
     "gemma2": System(
         partial(write_generic, variant="gemma2_untied"), recipes((*COLUMNS, *ROWS)), ranks=2
     ),
-    "olmo2": System(partial(write_generic, variant="olmo2"), recipes((*COLUMNS, *ROWS))),
+    "qwen3_5": System(
+        partial(write_generic, variant="qwen3_5_text"), recipes((*COLUMNS, *ROWS)), ranks=2
+    ),
     "glm4": System(partial(write_generic, variant="glm4"), recipes((*COLUMNS, *ROWS))),
     "qwen3_moe": System(
         partial(write_generic, variant="qwen3_moe"),
