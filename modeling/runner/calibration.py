@@ -1,6 +1,7 @@
 """What an fp8 cache's scales should be, where the checkpoint does not say: measured at start."""
 
 import math
+from typing import NoReturn
 
 import torch
 
@@ -15,6 +16,7 @@ from modeling.models.kv_groups import attention_specs, kv_layout
 from modeling.runner.block_tables import BatchSize
 from modeling.runner.forward import PagedForward, prepare
 from modeling.runner.input_batch import InputBatch
+from modeling.runner.state_rows import state_rows
 from sharding.group import TensorParallel
 
 ROWS, LENGTH = 4, 256
@@ -78,8 +80,13 @@ def _computed(model: PagedModel, tokens: torch.Tensor) -> list[LayerCache]:
     step = [StepRow(row, 0, length, own, False) for row, own in enumerate(blocks)]
     inputs = batch.inputs(batch.layout(step))
     backends = [SdpaAttention(spec) for spec in attention_specs(model, layout)]
-    PagedForward(model, cache).hidden(inputs, prepare(backends, inputs), None)
+    states = () if model.states is None else state_rows(inputs.layout, None, _no_adapters)
+    PagedForward(model, cache).hidden(inputs, prepare(backends, inputs), None, states)
     return cache
+
+
+def _no_adapters(*_runs: object) -> NoReturn:
+    raise AssertionError("all rows are the base model's")
 
 
 def _apart(layout: KvLayout, num_blocks: int, device: torch.device) -> list[LayerCache]:

@@ -12,10 +12,12 @@ Adapters = Callable[[Sequence[int], Sequence[int]], AdapterData]
 """From the adapter slots and lengths of runs of tokens to what their rows compute with."""
 
 
-def state_rows(layout: StepLayout, slots: Tensor, adapters: Adapters) -> tuple[StateRows, ...]:
+def state_rows(
+    layout: StepLayout, slots: Tensor | None, adapters: Adapters
+) -> tuple[StateRows, ...]:
     """Return a step's rows, those of one token with a state together.
 
-    slots: int64 [rows], the rows' batch slots on the device.
+    slots: int64 [rows], the rows' batch slots on the device; None to keep no states.
     """
     bounds = layout.bounds.tolist()
     found = []
@@ -29,7 +31,7 @@ def state_rows(layout: StepLayout, slots: Tensor, adapters: Adapters) -> tuple[S
                 tokens=slice(first, last),
                 single=last - first == len(rows),
                 begins=begins,
-                slots=slots[rows.start : rows.stop],
+                slots=None if slots is None else slots[rows.start : rows.stop],
                 adapter_data=adapters(adapter_slots, lengths) if max(adapter_slots) >= 0 else None,
             )
         )

@@ -117,13 +117,14 @@ class RecurrentLayers:
 
     def _keep(self, layer: int, rows: StateRows, own: Any) -> None:
         """Write down the states behind the rows; the first time, what they look like."""
-        if rows.slots is None:
+        if layer not in self._examples:
             self._examples[layer] = [
                 _State(kind, number, state[0].clone())
                 for kind in KINDS
                 for number, state in getattr(own, kind).items()
                 if state is not None
             ]
+        if rows.slots is None:
             return
         for kind, number, of_slots in self._states[layer]:
             of_slots[rows.slots] = getattr(own, kind)[number]

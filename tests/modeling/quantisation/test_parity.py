@@ -36,6 +36,7 @@ from tests.modeling.quantisation.quantised import (
 from tests.ranks import run_in_memory
 
 GENERIC = "gemma2_untied"
+RECURRENT = "qwen3_5_text"
 
 SIZES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -68,7 +69,7 @@ class World:
     def dense(self, family: str) -> Path:
         folder = self.root / family / "dense"
         if not folder.exists():
-            if family == GENERIC:
+            if family in (GENERIC, RECURRENT):
                 write_generic(folder, family)
             else:
                 write_llama(folder, **SIZES[family])
@@ -151,6 +152,13 @@ def test_generic_models(made: World, preset: str, ranks: int) -> None:
     if preset in ("FP8_DYNAMIC", "W8A8"):
         round_in_parts(oracle, ranks)
     compare(stored, made.adapters(GENERIC), oracle, ranks)
+
+
+@pytest.mark.parametrize(("preset", "ranks"), [("FP8_DYNAMIC", 1), ("W4A16", 2)])
+def test_recurrent_layers(made: World, preset: str, ranks: int) -> None:
+    """Their linear maps are quantised as others, their convolutions are not."""
+    stored = made.compressed(RECURRENT, preset)
+    compare(stored, made.adapters(RECURRENT), decompressed(stored), ranks)
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
