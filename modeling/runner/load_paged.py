@@ -44,6 +44,7 @@ from modeling.runner.memory import (
     adapter_pages,
     bank_size,
     check_linears,
+    check_states,
     cpu_blocks,
     cuda_blocks,
     device_memory,
@@ -127,6 +128,8 @@ def _allocate_states(config: EngineConfig, model: PagedModel) -> None:
             f"engine.speculation.kind {kind.value}: this model has recurrent layers, of which no "
             "state can go back behind wrong guesses: set it to none"
         )
+    memory = device_memory(model.device) if model.device.type == "cuda" else None
+    check_states(count, states.bytes_per_slot, memory)
     with fitting(STATE_SETTINGS):
         states.allocate(count)
     logger.info(

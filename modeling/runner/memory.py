@@ -17,6 +17,9 @@ DEFAULT_RANK = 16
 VOCABULARY_SHARE = 8
 """Pages of the layers' pools for one of embedding's and head's, where the config does not say."""
 
+STATE_SHARE = 0.7
+"""Of the memory behind the weights, what states of recurrent layers may take."""
+
 CPU_POOL_BYTES = 256 * 2**20
 CPU_CACHE_BYTES = 512 * 2**20
 
@@ -159,6 +162,21 @@ def check_linears(num_bytes: int, memory: DeviceMemory | None) -> None:
             f"adapters.whole_linears and adapters.draft_heads take {num_bytes} bytes on this rank, "
             f"{memory.free} are free: name fewer maps or lower the numbers, or use more ranks"
         )
+
+
+def check_states(max_running: int, slot_bytes: int, memory: DeviceMemory | None) -> None:
+    """ValueError if the states of recurrent layers leave too little for a cache.
+
+    slot_bytes: of one sequence's states. memory: None on a CPU.
+    """
+    if memory is None or max_running * slot_bytes <= memory.free * STATE_SHARE:
+        return
+    most = int(memory.free * STATE_SHARE) // slot_bytes
+    advice = f"set it to {most} at most" if most else "not even one fits"
+    raise ValueError(
+        f"limits.max_running: recurrent layers keep {slot_bytes / 1e6:.0f} MB of each of "
+        f"{max_running} sequences, and this rank has {memory.free / 1e9:.1f} GB free: {advice}"
+    )
 
 
 def cpu_blocks(size: BatchSize, block_bytes: int) -> int:

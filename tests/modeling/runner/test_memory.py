@@ -12,6 +12,7 @@ from modeling.runner.memory import (
     DeviceMemory,
     adapter_pages,
     check_linears,
+    check_states,
     cpu_blocks,
     cuda_blocks,
     expert_pages,
@@ -96,3 +97,15 @@ def test_whole_embeddings_and_heads_must_fit() -> None:
     check_linears(300, DeviceMemory(total=1000, free=300))
     with pytest.raises(ValueError, match=r"whole_linears .* take 300 bytes .* 299 are free"):
         check_linears(300, DeviceMemory(total=1000, free=299))
+
+
+def test_states_of_recurrent_layers_leave_room_for_a_cache() -> None:
+    memory = DeviceMemory(total=80 * GIB, free=20 * GIB)
+    check_states(256, 150_000_000, None)
+    check_states(100, 150_000_000, memory)
+    with pytest.raises(
+        ValueError, match=r"150 MB of each of 256 .* 21\.5 GB free: set it to 100 at"
+    ):
+        check_states(256, 150_000_000, memory)
+    with pytest.raises(ValueError, match="not even one fits"):
+        check_states(1, 15 * GIB, memory)
