@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import suppress
 from typing import Any
@@ -86,8 +87,8 @@ async def _num_open(client: httpx.AsyncClient, url: str, adapter: str) -> dict[s
 
 def wait_for(condition: Callable[[], bool]) -> None:
     """Poll until it holds; a request that fails does not say that it does."""
-    polls = threading.Event()
-    for _ in range(int(PATIENCE_SECONDS / POLL_SECONDS)):
+    polls, end = threading.Event(), time.monotonic() + PATIENCE_SECONDS
+    while time.monotonic() < end:
         with suppress(httpx.HTTPError):
             if condition():
                 return

@@ -138,7 +138,8 @@ def compare_cases(
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(
-    ("family", "variant"), [("llama", "gqa"), ("gpt2", "plain"), ("generic", "olmo2")]
+    ("family", "variant"),
+    [("llama", "gqa"), ("gpt2", "plain"), ("generic", "olmo2"), ("generic", "lfm2")],
 )
 def test_mixed_batches(world: World, family: str, variant: str, ranks: int) -> None:
     """In chunks that cut the invocation, beside the base and a plain adapter."""

@@ -1,6 +1,7 @@
 """Standby processes are started where every GPU has room for one."""
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, Queue
@@ -49,6 +50,17 @@ class Rank:
         self.expect = Answer(None)
 
 
+@pytest.fixture
+def answered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Replies are values, also for the threads that a test leaves: it ends behind them."""
+    before = set(threading.enumerate())
+    monkeypatch.setattr(ray, "get", lambda values, timeout=None: values)
+    yield
+    while own := set(threading.enumerate()) - before:
+        for thread in own:
+            thread.join()
+
+
 @pytest.mark.parametrize(
     ("free", "number"),
     [
@@ -57,10 +69,8 @@ class Rank:
         ([None, None], 2),  # CPUs
     ],
 )
-def test_only_where_there_is_room(
-    monkeypatch: pytest.MonkeyPatch, free: Sequence[int | None], number: int
-) -> None:
-    monkeypatch.setattr(ray, "get", lambda values, timeout=None: values)
+@pytest.mark.usefixtures("answered")
+def test_only_where_there_is_room(free: Sequence[int | None], number: int) -> None:
     started: list[Any] = []
 
     def spawn(rank: int, beside: RankProcess, known: Known) -> Rank:
@@ -74,10 +84,10 @@ def test_only_where_there_is_room(
 
 
 @pytest.mark.parametrize("ending", [StandbyRanks.take, StandbyRanks.end])
+@pytest.mark.usefixtures("answered")
 def test_they_start_soon_unless_the_ranks_are_gone_by_then(
-    monkeypatch: pytest.MonkeyPatch, ending: Callable[[StandbyRanks], object]
+    ending: Callable[[StandbyRanks], object],
 ) -> None:
-    monkeypatch.setattr(ray, "get", lambda values, timeout=None: values)
     started: Queue[int] = Queue()
 
     def spawn(rank: int, beside: RankProcess, known: Known) -> Rank:

@@ -50,7 +50,7 @@ def test_a_layer_behind_the_decoder_takes_no_adapters(tmp_path: Path) -> None:
     ("kind", "sentence"),
     [
         ("deepseek_v32", "indexed_attention: such layers keep an index"),
-        ("lfm3", "conv: such layers keep a recurrent state"),
+        ("zaya", "hybrid: such layers keep a recurrent state"),
         ("openai-gpt", "keeps no cache"),
         ("ernie", "is_decoder is false"),
     ],
