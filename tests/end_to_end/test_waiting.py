@@ -117,6 +117,8 @@ def test_a_group_takes_all_of_its_processes_or_none(tmp_path: Path) -> None:
     ray.get(bundles.ready())
     # Of two groups, which do not know each other.
     lone = [started(rank, group) for rank, group in ((0, "a"), (1, "b"))]
+    # A driver waits for no process that is still importing.
+    assert all(ray.get([actor.waits.remote() for actor in lone]))
     pids = served_by(config, model, bundles)
     for actor in lone:
         with pytest.raises(ray.exceptions.RayError):
