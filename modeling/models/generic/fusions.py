@@ -87,7 +87,7 @@ def fuse(causal: nn.Module, step: CurrentStep) -> None:
         if not type(module).__module__.startswith("transformers."):
             continue
         fused: nn.Module | None = _mlp(module, step)
-        if fused is None and not _reads_weights(causal.get_submodule(path.rpartition(".")[0])):
+        if fused is None and not _reads_types(causal.get_submodule(path.rpartition(".")[0])):
             fused = _norm(module)
         if fused is not None:
             causal.set_submodule(path, fused)
@@ -119,10 +119,10 @@ def _norm(module: nn.Module) -> FusedRMSNorm | None:
     return None
 
 
-def _reads_weights(layer: nn.Module) -> bool:
-    """Whether a layer's forward looks at weights itself, as at a norm's type; ours are float32."""
+def _reads_types(layer: nn.Module) -> bool:
+    """Whether a layer's forward looks at the type of weights, as of its norm's; ours is float32."""
     code = getattr(inspect.unwrap(type(layer).forward), "__code__", None)
-    return code is not None and "weight" in code.co_names
+    return code is not None and {"weight", "dtype"} <= {*code.co_names}
 
 
 def _takes_one(module: nn.Module) -> bool:
