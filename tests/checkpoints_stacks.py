@@ -46,6 +46,10 @@ _COHERE = {
     "logit_scale": 0.5,
 }  # fmt: skip
 _QWEN_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_GPT_OSS = {
+    "num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": MIXED[:2],
+    "sliding_window": WINDOW, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+}  # fmt: skip
 _GLM_ROPE = {
     "rope_parameters": {**_rope([1, 1, 2])["rope_parameters"], "partial_rotary_factor": 0.5}
 }
@@ -153,6 +157,16 @@ STACKS: dict[str, dict[str, Any]] = {
             "global_head_dim": 32,
             "final_logit_softcapping": 5.0,
         },
+    },
+    "internvl_qwen3_moe": {
+        "model_type": "internvl",
+        "text_config": {**_TEXT, "model_type": "qwen3_moe", **_QWEN_EXPERTS},
+        "vision_config": {**_VISION, "image_size": [28, 28], "patch_size": [14, 14]},
+    },
+    "internvl_gpt_oss": {
+        "model_type": "internvl",
+        "text_config": {**_TEXT, "model_type": "gpt_oss", **_GPT_OSS},
+        "vision_config": {**_VISION, "image_size": [28, 28], "patch_size": [14, 14]},
     },
     "aria": {
         "text_config": {

@@ -93,6 +93,10 @@ DECODERS: dict[str, Decoder] = {
         fixed={"attention_bias": True},
         splits_width=True,
     ),
+    "gpt_oss": Decoder(
+        "GptOssForCausalLM",
+        unsaid={"vocab_size": 201088, "num_hidden_layers": 36, "max_position_embeddings": 131072},
+    ),
     "granite": Decoder("GraniteForCausalLM", unsaid=_LLAMA, fixed=_UNSCALED),
     "granite_docling_text": Decoder(
         "GraniteForCausalLM",
@@ -133,6 +137,10 @@ DECODERS: dict[str, Decoder] = {
     "qwen2_5_vl_text": Decoder("Qwen2ForCausalLM", "qwen2", unsaid=_QWEN2_VL),
     "qwen2_vl_text": Decoder("Qwen2ForCausalLM", "qwen2", unsaid=_QWEN2_VL),
     "qwen3": Decoder("Qwen3ForCausalLM", unsaid=_QWEN3),
+    "qwen3_moe": Decoder(
+        "Qwen3MoeForCausalLM",
+        unsaid={"vocab_size": 151936, "num_hidden_layers": 24, "max_position_embeddings": 32768},
+    ),
     "qwen3_omni_moe_text": Decoder(
         "Qwen3MoeForCausalLM",
         "qwen3_moe",
