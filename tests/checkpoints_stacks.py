@@ -217,6 +217,11 @@ STACKS: dict[str, dict[str, Any]] = {
     "got_ocr2": {
         "text_config": {**_TEXT, "model_type": "qwen2", "head_dim": 8}, "vision_config": _SAM
     },
+    "granite4_vision": {
+        "text_config": {**_TEXT, "head_dim": 8, "logits_scaling": 2.0},
+        "vision_config": {**_VISION, "model_type": "clip_vision_model", "hidden_size": 64},
+        "deepstack_layer_map": [[0, 0]], "downsample_rate": "1/2", "spatial_target_layers": [0],
+    },
     "granite_docling": {
         "text_config": {**_TEXT, "head_dim": 8, "logits_scaling": 2.0},
         "vision_config": {**_VISION, "out_hidden_size": 32, "deepstack_visual_indexes": [0]},

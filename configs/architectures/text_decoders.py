@@ -98,6 +98,7 @@ DECODERS: dict[str, Decoder] = {
         unsaid={"vocab_size": 201088, "num_hidden_layers": 36, "max_position_embeddings": 131072},
     ),
     "granite": Decoder("GraniteForCausalLM", unsaid=_LLAMA, fixed=_UNSCALED),
+    "granite4_vision_text": Decoder("GraniteForCausalLM", "granite", unsaid=_LLAMA),
     "granite_docling_text": Decoder(
         "GraniteForCausalLM",
         "granite",

@@ -24,6 +24,7 @@ _KINDS = {
         ("gemma4_unified_text", ("Gemma4Unified",)),
         ("glm4v_moe_text", ("Glm4vMoe",)),
         ("glm4v_text", ("Glm46V", "Glm4v")),
+        ("granite4_vision_text", ("Granite4Vision",)),
         ("granite_docling_text", ("GraniteDocling",)),
         ("hyperclovax", ("HyperCLOVAXVisionV2",)),
         (
