@@ -50,6 +50,8 @@ class Quantisation(Config):
     offset_zeros: whether GPTQ's zero points are stored less 1.
     zero_points: whether PACKED integers have some of their own.
     threshold: INT8 leaves inputs from this size on unquantised.
+    others: expressions of how a map's path begins, and how that map is quantised; the first one
+    that fits counts.
     """
 
     method: str
@@ -61,3 +63,4 @@ class Quantisation(Config):
     offset_zeros: bool = True
     zero_points: bool = False
     threshold: PositiveFloat | None = None
+    others: tuple[tuple[str, "Quantisation"], ...] = ()

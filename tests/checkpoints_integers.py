@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -136,18 +137,28 @@ def write_gptq(
     symmetric: bool = False,
     act_order: bool = False,
     bits: int = 4,
+    dynamic: Mapping[str, Mapping[str, int]] = MappingProxyType({}),
     **more: Any,
 ) -> Path:
-    """Write GPTQ's files; see `write_quantised`."""
+    """Write GPTQ's files; see `write_quantised`.
+
+    dynamic: bits and group_size of the modules whose paths match a pattern, as gptqmodel has it.
+    """
 
     def tensors_of(path: str, matrix: Tensor) -> tuple[Tensors, Tensor]:
         # Maps of one input have one order.
         seed = sum(map(ord, re.sub("gate|up|[qkv]_|w[13]", "", path)))
         order = torch.randperm(matrix.shape[1], generator=torch.Generator().manual_seed(seed))
-        made = rounded(matrix, group, symmetric, order if act_order else None, bits)
+        own = next((dynamic[each] for each in dynamic if re.match(each.lstrip("+:"), path)), {})
+        size, own_bits = own.get("group_size", group), own.get("bits", bits)
+        made = rounded(matrix, size, symmetric, order if act_order else None, own_bits)
         return gptq(made), made.numbers
 
-    settings = {"bits": bits, "group_size": group, "desc_act": act_order, "sym": symmetric}
+    settings: dict[str, Any] = {
+        "bits": bits, "group_size": group, "desc_act": act_order, "sym": symmetric
+    }  # fmt: skip
+    if dynamic:
+        settings["dynamic"] = {pattern: dict(own) for pattern, own in dynamic.items()}
     return write_quantised(folder, dense, tensors_of, {"quant_method": "gptq", **settings}, **more)
 
 

@@ -1,7 +1,7 @@
 """Tiny quantised checkpoints, written by the formats' own packages."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, cast
@@ -45,9 +45,27 @@ def write_compressed(
     changes = {"weights": scheme.weights.model_copy(update=weights)}
     if scheme.input_activations is not None:
         changes["input_activations"] = scheme.input_activations.model_copy(update=dict(inputs))
-    scheme = scheme.model_copy(update=changes)
+    return _write_schemes(folder, dense, [scheme.model_copy(update=changes)], ignore)
+
+
+def write_several(folder: Path, dense: Path, presets: Mapping[str, Sequence[str]]) -> Path:
+    """Write a model of which compressed-tensors stores maps in several schemes; returns `folder`.
+
+    presets: a scheme's name in the package, and its targets. Integers have groups of 16 inputs.
+    """
+    schemes = [preset_name_to_scheme(name, list(targets)) for name, targets in presets.items()]
+    for scheme in schemes:
+        if scheme.weights is not None and scheme.weights.strategy == "group":
+            scheme.weights = scheme.weights.model_copy(update={"group_size": 16})
+    return _write_schemes(folder, dense, schemes, ("lm_head",))
+
+
+def _write_schemes(
+    folder: Path, dense: Path, schemes: Sequence[QuantizationScheme], ignore: Sequence[str]
+) -> Path:
     model = load_oracle(dense)
-    config = QuantizationConfig(config_groups={"group_0": scheme}, ignore=list(ignore))
+    groups = {f"group_{index}": scheme for index, scheme in enumerate(schemes)}
+    config = QuantizationConfig(config_groups=groups, ignore=list(ignore))
     apply_quantization_config(model, config)
     for module, own in _quantised(model):
         _calibrate(module, own)

@@ -55,6 +55,10 @@ _COHERE = {
     "logit_scale": 0.5,
 }  # fmt: skip
 _QWEN_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_GPT_OSS = {
+    "num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": MIXED[:2],
+    "sliding_window": WINDOW, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+}  # fmt: skip
 _GLM_ROPE = {
     "rope_parameters": {**_rope([1, 1, 2])["rope_parameters"], "partial_rotary_factor": 0.5}
 }
@@ -188,6 +192,16 @@ STACKS: dict[str, dict[str, Any]] = {
             "final_logit_softcapping": 5.0,
         },
     },
+    "internvl_qwen3_moe": {
+        "model_type": "internvl",
+        "text_config": {**_TEXT, "model_type": "qwen3_moe", **_QWEN_EXPERTS},
+        "vision_config": {**_VISION, "image_size": [28, 28], "patch_size": [14, 14]},
+    },
+    "internvl_gpt_oss": {
+        "model_type": "internvl",
+        "text_config": {**_TEXT, "model_type": "gpt_oss", **_GPT_OSS},
+        "vision_config": {**_VISION, "image_size": [28, 28], "patch_size": [14, 14]},
+    },
     "aria": {
         "text_config": {
             **_TEXT, "moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1,
@@ -236,6 +250,11 @@ STACKS: dict[str, dict[str, Any]] = {
     },
     "got_ocr2": {
         "text_config": {**_TEXT, "model_type": "qwen2", "head_dim": 8}, "vision_config": _SAM
+    },
+    "granite4_vision": {
+        "text_config": {**_TEXT, "head_dim": 8, "logits_scaling": 2.0},
+        "vision_config": {**_VISION, "model_type": "clip_vision_model", "hidden_size": 64},
+        "deepstack_layer_map": [[0, 0]], "downsample_rate": "1/2", "spatial_target_layers": [0],
     },
     "granite_docling": {
         "text_config": {**_TEXT, "head_dim": 8, "logits_scaling": 2.0},

@@ -1,5 +1,6 @@
 """How a checkpoint's linear maps are quantised: `quantization_config` of config.json."""
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -76,7 +77,7 @@ _COMPRESSED = "compressed-tensors"
 
 
 def _compressed(given: Mapping[str, Any]) -> Quantisation:
-    """Read what the package compressed-tensors writes: one scheme for all quantised layers."""
+    """Read what the package compressed-tensors writes."""
     _only(given, _COMPRESSED, {"quantization_status": ("compressed", None)})
     sparsity = given.get("sparsity_config") or {}
     if sparsity.get("format", "dense") != "dense":
@@ -86,10 +87,34 @@ def _compressed(given: Mapping[str, Any]) -> Quantisation:
     cache = given.get("kv_cache_scheme")
     if cache and not _is_scale_of_cache(cache):
         raise _refused(_COMPRESSED, "kv_cache_scheme of another kind than a scale for each layer")
-    schemes = [_scheme(group) for group in given["config_groups"].values()]
-    if not schemes or any(scheme != schemes[0] for scheme in schemes):
-        raise _refused(_COMPRESSED, "config_groups of several schemes, or of none,")
-    return schemes[0]
+    groups = given["config_groups"].values()
+    schemes = [_scheme(group) for group in groups]
+    if not schemes:
+        raise _refused(_COMPRESSED, "config_groups without a scheme")
+    if all(scheme == schemes[0] for scheme in schemes):
+        return schemes[0]
+    pairs = zip(groups, schemes, strict=True)
+    targets = {target: scheme for group, scheme in pairs for target in group["targets"]}
+    whole = targets.pop("Linear", schemes[0])
+    # Names before expressions, and each kind in order, as the package's match_targets has it.
+    ordered = sorted(targets, key=lambda target: ("re:" in target, target))
+    return _with_others(whole, [(_expression(each), targets[each]) for each in ordered])
+
+
+def _expression(target: str) -> str:
+    """Return a target as an expression of how paths begin."""
+    is_expression = target.startswith("re:")
+    return target.removeprefix("re:") if is_expression else f"{re.escape(target)}$"
+
+
+def _with_others(whole: Quantisation, others: list[tuple[str, Quantisation]]) -> Quantisation:
+    """Add maps that are quantised otherwise; ArchitectureError for what is no expression."""
+    for expression, _ in others:
+        try:
+            re.compile(expression)
+        except re.error as error:
+            raise _refused(whole.method, f"the expression {expression!r} ({error})") from error
+    return whole.model_copy(update={"others": tuple(others)})
 
 
 def _scheme(group: Mapping[str, Any]) -> Quantisation:
@@ -190,17 +215,39 @@ def _gptq(given: Mapping[str, Any]) -> Quantisation:
     formats = ("gptq", "gptq_v2", None)
     _only(given, "gptq", {"bits": (4, 8), "checkpoint_format": formats, "format": formats})
     _only(given, "gptq", {"is_marlin_format": (False, None), "lm_head": (False, None)})
-    # Patterns after "-:" leave modules as they were, which their tensors show.
-    others = [key for key in given.get("dynamic") or {} if not key.startswith("-:")]
-    if others:
-        raise _refused("gptq", f"dynamic {others[0]!r}, other settings for some modules,")
-    return Quantisation(
+    own = Quantisation(
         method="gptq",
         format=WeightFormat.GPTQ,
         bits=given["bits"],
         group_size=_group_size(given),
         offset_zeros=(given.get("checkpoint_format") or given.get("format")) != "gptq_v2",
     )
+    # Patterns after "-:" leave modules as they were, which their tensors show.
+    others = [
+        (pattern.removeprefix("+:"), _changed(own, pattern, changes))
+        for pattern, changes in (given.get("dynamic") or {}).items()
+        if not pattern.startswith("-:")
+    ]
+    return _with_others(own, others)
+
+
+_LOOK_ELSEWHERE = frozenset(
+    {
+        "act_group_aware", "damp_auto_increment", "damp_percent", "desc_act", "mse",
+        "static_groups", "sym", "true_sequential",
+    }
+)  # fmt: skip
+"""Settings of gptqmodel for single modules that say how codes were found, or that tensors show."""
+
+
+def _changed(own: Quantisation, pattern: str, changes: Mapping[str, Any]) -> Quantisation:
+    """Read what `dynamic` changes for the modules of a pattern."""
+    unknown = changes.keys() - _LOOK_ELSEWHERE - {"bits", "group_size"}
+    if unknown:
+        raise _refused("gptq", f"dynamic {pattern!r} with {', '.join(sorted(unknown))}")
+    _only(changes, "gptq", {"bits": (4, 8)})
+    size = _group_size(changes) if "group_size" in changes else own.group_size
+    return own.model_copy(update={"bits": changes.get("bits", own.bits), "group_size": size})
 
 
 def _awq(given: Mapping[str, Any]) -> Quantisation:

@@ -102,6 +102,12 @@ def parse_architecture(config: Mapping[str, Any]) -> ModelArchitecture:
         return found
     if quantisation.format is WeightFormat.MXFP4 and config.get("model_type") != "gpt_oss":
         raise ArchitectureError("quantization_config (mxfp4): gpt-oss alone is served so")
+    if quantisation.others and found.is_text_stack:
+        raise ArchitectureError(
+            f"quantization_config ({quantisation.method}): several schemes, which name modules by "
+            "their paths, are not supported in models that read more than text: take a checkpoint "
+            "of one scheme"
+        )
     return found.model_copy(update={"quantisation": quantisation})
 
 

@@ -93,7 +93,12 @@ DECODERS: dict[str, Decoder] = {
         fixed={"attention_bias": True},
         splits_width=True,
     ),
+    "gpt_oss": Decoder(
+        "GptOssForCausalLM",
+        unsaid={"vocab_size": 201088, "num_hidden_layers": 36, "max_position_embeddings": 131072},
+    ),
     "granite": Decoder("GraniteForCausalLM", unsaid=_LLAMA, fixed=_UNSCALED),
+    "granite4_vision_text": Decoder("GraniteForCausalLM", "granite", unsaid=_LLAMA),
     "granite_docling_text": Decoder(
         "GraniteForCausalLM",
         "granite",
@@ -144,6 +149,10 @@ DECODERS: dict[str, Decoder] = {
     "qwen3_5_text": Decoder(
         "Qwen3_5ForCausalLM",
         unsaid={"vocab_size": 248320, "num_hidden_layers": 32, "max_position_embeddings": 32768},
+    ),
+    "qwen3_moe": Decoder(
+        "Qwen3MoeForCausalLM",
+        unsaid={"vocab_size": 151936, "num_hidden_layers": 24, "max_position_embeddings": 32768},
     ),
     "qwen3_omni_moe_text": Decoder(
         "Qwen3MoeForCausalLM",

@@ -24,6 +24,7 @@ _KINDS = {
         ("gemma4_unified_text", ("Gemma4Unified",)),
         ("glm4v_moe_text", ("Glm4vMoe",)),
         ("glm4v_text", ("Glm46V", "Glm4v")),
+        ("granite4_vision_text", ("Granite4Vision",)),
         ("granite_docling_text", ("GraniteDocling",)),
         ("hyperclovax", ("HyperCLOVAXVisionV2",)),
         (
@@ -122,9 +123,10 @@ def text_config(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
     if text is None and name in _FLAT:
         text = {**config, "model_type": _FLAT[name]}
     if name not in WRAPPERS or not isinstance(text, Mapping):
+        known = ", ".join(sorted(each.removesuffix(SUFFIX) for each in WRAPPERS))
         raise ArchitectureError(
             f"architecture {name} is not served; of models that read more than text these are, for "
-            f"text alone: {', '.join(sorted(WRAPPERS | {*_OTHER_NAMES}))}"
+            f"text alone (all ...{SUFFIX}): {known}"
         )
     kind = text.get("model_type", _KINDS[name])
     kind = _OTHER_KINDS.get(kind, kind)
@@ -138,16 +140,17 @@ def text_config(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
         # Most larger models' classes have a head of their own, which does not know it.
         raise ArchitectureError(f"{name}: final_logit_softcapping is not served inside of it")
     shared = {key: config[key] for key in _SHARED if config.get(key) is not None}
-    known = {**decoder.unsaid, **text, **decoder.fixed}
+    fields = {**decoder.unsaid, **text, **decoder.fixed}
     if decoder.splits_width:
-        width = known["hidden_size"] // known["num_attention_heads"]
-        if known.setdefault("head_dim", width) != width:
+        width = fields["hidden_size"] // fields["num_attention_heads"]
+        if fields.setdefault("head_dim", width) != width:
             raise ArchitectureError(
-                f"{name}: head_dim ({known['head_dim']}) must be hidden_size / num_attention_heads "
-                f"({width}) in {kind}: transformers rotates by the one and attends by the other"
+                f"{name}: head_dim ({fields['head_dim']}) must be hidden_size / "
+                f"num_attention_heads ({width}) in {kind}: transformers rotates by the one and "
+                "attends by the other"
             )
     return {
-        **known,
+        **fields,
         **shared,
         **({"dtype": dtype} if dtype else {}),
         "tie_word_embeddings": _is_tied(name, config, text),

@@ -1,5 +1,6 @@
 """Which form linear maps are kept in: as a checkpoint has them, or rounded while it is read."""
 
+import re
 from collections.abc import Callable, Sequence
 from json import JSONDecodeError
 
@@ -56,7 +57,7 @@ class StoredFormat:
 
     def __init__(self, how: Quantisation) -> None:
         self._how = how
-        self._read, self._marks = _STORED[how.format]
+        self._others = [(re.compile(begins), other) for begins, other in how.others]
 
     def read(self, weights: Weights, parts: Sequence[LinearPart]) -> LinearWeight:
         """Read maps that share their input."""
@@ -68,19 +69,25 @@ class StoredFormat:
                      for part, own in pairs])  # fmt: skip
 
     def _part(self, weights: Weights, part: LinearPart) -> LinearWeight:
+        how = self._how_of(part)
         try:
-            return self._read(weights, part, self._how)
+            return _STORED[how.format][0](weights, part, how)
         except torch.OutOfMemoryError:
             raise
         except _UNFIT as error:
             raise CheckpointError(
-                f"{part.name}: its tensors are not of the format {self._how.format} as config.json "
+                f"{part.name}: its tensors are not of the format {how.format} as config.json "
                 f"describes it: {error!r}"
             ) from error
 
     def is_stored(self, weights: Weights, part: LinearPart) -> bool:
         """Return whether the checkpoint quantised a map."""
-        return any(weights.lists(f"{part.name}.{mark}") for mark in self._marks)
+        marks = _STORED[self._how_of(part).format][1]
+        return any(weights.lists(f"{part.name}.{mark}") for mark in marks)
+
+    def _how_of(self, part: LinearPart) -> Quantisation:
+        found = (other for begins, other in self._others if begins.match(part.name))
+        return next(found, self._how)
 
 
 class Fp8AtLoad:
@@ -169,6 +176,11 @@ def format_of_dummies(stored: Quantisation | None, quantize: Quantize) -> Linear
     """`linear_format` of random weights, which are rounded as the checkpoint's would be."""
     if stored is None or stored.format is WeightFormat.MXFP4:
         return linear_format(None, quantize)
+    if stored.others:
+        raise ValueError(
+            "model.load_format: dummy: random weights are made in one scheme, and config.json has "
+            f"several ({stored.method}): remove all but one"
+        )
     made: dict[WeightFormat, Callable[[], LinearFormat]] = {
         WeightFormat.FP8: Fp8AtLoad,
         WeightFormat.FP8_BLOCKS: lambda: BlocksOfDummies(stored),
@@ -186,7 +198,8 @@ def linear_format(stored: Quantisation | None, quantize: Quantize) -> LinearForm
     """
     if stored is None:
         return None if quantize is Quantize.NONE else _AT_LOAD[quantize]()
-    if quantize is not Quantize.NONE and stored.format not in _SAME[quantize]:
+    formats = {stored.format, *(other.format for _, other in stored.others)}
+    if quantize is not Quantize.NONE and not formats <= {*_SAME[quantize]}:
         raise ValueError(
             f"model.quantize: {quantize.value}: the checkpoint is quantised already "
             f"({stored.method}), which is read from its config.json: set quantize to none"

@@ -6,6 +6,7 @@ import pytest
 
 from configs.architectures.base import ArchitectureError
 from configs.architectures.quantisation import parse_quantisation
+from configs.architectures.select import parse_architecture
 from configs.quantisation import Activations, WeightFormat
 
 PACKED = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}
@@ -24,6 +25,20 @@ def int8(inputs: dict[str, Any], **weights: Any) -> dict[str, Any]:
     return given
 
 
+def gptq(**dynamic: Any) -> dict[str, Any]:
+    """GPTQ with settings of its own for modules that a pattern finds."""
+    return {"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*up_proj": dynamic}}
+
+
+def several(*targets: list[str]) -> dict[str, Any]:
+    """compressed-tensors with groups of 4 bits, of 32 inputs, 64 and so on, and their targets."""
+    groups = {}
+    for index, own in enumerate(targets):
+        (group,) = compressed(num_bits=4, group_size=32 << index)["config_groups"].values()
+        groups[f"group_{index}"] = group | {"targets": own}
+    return {**compressed(num_bits=4), "config_groups": groups}
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [
@@ -32,6 +47,9 @@ def int8(inputs: dict[str, Any], **weights: Any) -> dict[str, Any]:
         ({"quant_method": "gptq", "bits": 3}, "bits 3 is not supported; served are .*4 or 8 bits"),
         ({"quant_method": "awq", "bits": 8}, "bits 8 is not supported"),
         ({"quant_method": "awq", "w_bit": 8}, "w_bit 8 is not supported"),
+        (gptq(bits=3), "bits 3 is not supported"),
+        (gptq(adapter={"rank": 8}), r"dynamic '\+:\.\*up_proj' with adapter is not supported"),
+        (several(["Linear"], ["re:("]), r"expression '\(' .* is not supported"),
         ({"quant_method": "hqq"}, "this method is not supported"),
         (int8({"symmetric": False}), "input_activations .* with zero points is not supported"),
         (int8({"strategy": "tensor"}), "'tensor', 'dynamic': True} is not supported"),
@@ -85,6 +103,30 @@ def test_modules_that_gptq_left_out_may_be_named() -> None:
     found = parse_quantisation({"quantization_config": given})
     assert found is not None
     assert found.format is WeightFormat.GPTQ
-    given["dynamic"] = {"-:.*down_proj": {}, "+:.*up_proj": {"bits": 8}}
-    with pytest.raises(ArchitectureError, match=r"dynamic '\+:\.\*up_proj', other settings"):
-        parse_quantisation({"quantization_config": given})
+    assert found.others == ()
+
+
+def test_modules_may_have_settings_of_their_own() -> None:
+    given = gptq(bits=8, group_size=-1, desc_act=True)
+    found = parse_quantisation({"quantization_config": given})
+    assert found is not None
+    assert (found.bits, found.group_size) == (4, 128)
+    ((begins, other),) = found.others
+    assert (begins, other.bits, other.group_size) == (".*up_proj", 8, None)
+
+
+def test_names_go_before_expressions_and_both_before_classes() -> None:
+    given = several(["Linear", "re:.*b_proj"], ["re:.*a_proj"], ["lm_head", "re:.*c_proj"])
+    found = parse_quantisation({"quantization_config": given})
+    assert found is not None
+    assert found.group_size == 32
+    ordered = [(begins, other.group_size) for begins, other in found.others]
+    assert ordered == [("lm_head$", 128), (".*a_proj", 64), (".*b_proj", 32), (".*c_proj", 128)]
+
+
+def test_a_larger_model_has_one_scheme() -> None:
+    text = {"model_type": "llama", "num_hidden_layers": 1}
+    fields = {"architectures": ["LlavaForConditionalGeneration"], "text_config": text}
+    given = several(["Linear"], ["re:.*a_proj"])
+    with pytest.raises(ArchitectureError, match=r"several schemes, .* in models that read more"):
+        parse_architecture({**fields, "quantization_config": given})

@@ -69,6 +69,40 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_sliding_window": False,
         "vision_config": {"depth": 32}, "vocab_size": 152064,
     },
+    "glm4v": {
+        "text_config": {
+            "attention_bias": True, "max_position_embeddings": 65536, "model_type": "glm4v_text",
+            "num_hidden_layers": 40, "partial_rotary_factor": 0.5, "rope_theta": 10000.0,
+            "rope_scaling": {"mrope_section": [8, 12, 12], "rope_type": "default"},
+        },
+    },
+    "glm4v_moe": {
+        "text_config": {
+            "model_type": "glm4v_moe_text", "num_key_value_heads": 8, "partial_rotary_factor": 0.5,
+            "rope_scaling": {"rope_type": "default", "mrope_section": [8, 12, 12]},
+            "rope_theta": 10000.0, "use_qk_norm": False, "vocab_size": 151552,
+        },
+    },
+    "qwen2_5_omni_thinker": {
+        "text_config": {
+            "model_type": "qwen2_5_omni_text", "num_hidden_layers": 28, "rope_theta": 1000000.0,
+            "rope_scaling": {
+                "mrope_section": [16, 24, 24], "rope_type": "default", "type": "default"
+            },
+            "sliding_window": 32768, "use_sliding_window": False, "vocab_size": 152064,
+        },
+    },
+    "qwen3_vl_moe": {
+        "text_config": {
+            "head_dim": 128, "hidden_size": 2048, "max_position_embeddings": 262144,
+            "model_type": "qwen3_vl_moe_text", "moe_intermediate_size": 768, "num_experts": 128,
+            "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4,
+            "rope_scaling": {
+                "mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"
+            },
+            "rope_theta": 5000000, "vocab_size": 151936,
+        },
+    },
 }  # fmt: skip
 """Files as their makers wrote them: what transformers knows is left out, or is not set apart."""
 
@@ -95,12 +129,37 @@ def _same_as_transformers(spec: Any, own: Any) -> None:
         assert set(spec.windows) == {own.to_dict().get("sliding_window")}
 
 
+NOT_COMPARED = {
+    "architectures", "bos_token_id", "dtype", "eos_token_id", "initializer_range", "model_type",
+    "pad_token_id", "rope_parameters", "router_aux_loss_coef", "tie_word_embeddings",
+    "transformers_version", "use_cache",
+}  # fmt: skip
+"""Fields that say nothing of what a decoder computes, or that its larger model says."""
+
+
+def _same_settings(made: dict[str, Any], own: Any) -> None:
+    """Compare what the decoder is served by with transformers' own config of it."""
+    served = CONFIG_MAPPING[made["model_type"]].from_dict(made).to_dict()
+    expected = {**own.to_dict(), **DECODERS[own.model_type].fixed}
+    compared = (served.keys() & expected.keys()) - NOT_COMPARED
+    assert {key: served[key] for key in compared} == {key: expected[key] for key in compared}
+    assert _plain(served["rope_parameters"]) == _plain(expected["rope_parameters"])
+
+
+def _plain(rope: dict[str, Any]) -> dict[str, Any]:
+    """Rotary settings without those of images; a factor of 1 says what its absence says."""
+    of_images = {"mrope_section", "mrope_interleaved", "type"}
+    kept = {key: value for key, value in rope.items() if key not in of_images}
+    return {"partial_rotary_factor": 1.0, **kept}
+
+
 @pytest.mark.parametrize("kind", PUBLISHED)
 def test_files_as_their_makers_wrote_them(kind: str) -> None:
     fields = {"architectures": [_wrapper(kind)], "model_type": kind, **PUBLISHED[kind]}
     own = CONFIG_MAPPING[kind].from_dict(fields)
     spec = parse_architecture(fields)
     _same_as_transformers(spec, own.text_config)
+    _same_settings(text_config(fields["architectures"][0], fields), own.text_config)
     assert spec.checkpoint_dtype == fields.get("torch_dtype")
     assert spec.is_text_stack
 
@@ -122,22 +181,7 @@ def test_what_a_file_leaves_unsaid_is_what_transformers_takes(kind: str) -> None
     fields = {"architectures": [LLAVA], "text_config": {"model_type": kind}}
     own = CONFIG_MAPPING[kind]()
     _same_as_transformers(parse_architecture(fields), own)
-    made = text_config(LLAVA, fields)
-    served = CONFIG_MAPPING[made["model_type"]].from_dict(made).to_dict()
-    expected = {**own.to_dict(), **DECODERS[kind].fixed}
-    # A partial_rotary_factor of 1 says what its absence says.
-    served["rope_parameters"] = {"partial_rotary_factor": 1.0, **served["rope_parameters"]}
-    expected["rope_parameters"] = {"partial_rotary_factor": 1.0, **expected["rope_parameters"]}
-    compared = (served.keys() & expected.keys()) - NOT_COMPARED
-    assert {key: served[key] for key in compared} == {key: expected[key] for key in compared}
-
-
-NOT_COMPARED = {
-    "architectures", "bos_token_id", "dtype", "eos_token_id", "initializer_range", "model_type",
-    "pad_token_id", "router_aux_loss_coef", "tie_word_embeddings", "transformers_version",
-    "use_cache",
-}  # fmt: skip
-"""Fields that say nothing of what a decoder computes, or that its larger model says."""
+    _same_settings(text_config(LLAVA, fields), own)
 
 
 @pytest.mark.parametrize("name", sorted(WRAPPERS))
@@ -226,6 +270,9 @@ def test_the_sizes_of_a_folder_are_the_decoders(tmp_path: Path) -> None:
     assert (vocab_size(tmp_path), end_token_ids(tmp_path)) == (96, (5, 6))
     (tmp_path / "config.json").write_text(json.dumps({**inner, "eos_token_id": 7}))
     assert end_token_ids(tmp_path) == (7,)
+    whole = {"architectures": ["Qwen2_5OmniModel"], "thinker_config": {**inner, "eos_token_id": 9}}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    assert (vocab_size(tmp_path), end_token_ids(tmp_path)) == (96, (9,))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 8}))
     assert end_token_ids(tmp_path) == (8,)
 

@@ -32,6 +32,8 @@ from tests.oracle import Truth, prompt_truth
 pytestmark = pytest.mark.gpu
 
 VARIANTS = ["gemma2", "gemma3_text", "olmo2", "glm4", "phi", "qwen3_moe", "gpt_oss", "deepseek_v3"]
+# With recurrent layers:
+VARIANTS += ["qwen3_5_text", "qwen3_next", "granite_hybrid", "lfm2"]
 NAMES = [BASE, "r8"]
 ROUTED = [BASE, "r8", "parameters", "router", "everything"]
 EXPERTS = [BASE, "r8", "parameters", "down"]

@@ -86,9 +86,11 @@ def test_text_of_larger_models(world: World, variant: str) -> None:
     compare(world, Setting("stack", variant, 2, [BASE, adapter]))
 
 
+@pytest.mark.parametrize("spread", [False, True])
 @pytest.mark.parametrize("variant", ["glm4v_moe", "qwen3_omni_moe_whole", "qwen3_vl_moe_turned"])
-def test_experts_of_larger_models(world: World, variant: str) -> None:
-    compare(world, Setting("stack", variant, 2, [BASE, "experts"]))
+def test_experts_of_larger_models(world: World, variant: str, spread: bool) -> None:
+    """spread: over whole experts on each rank."""
+    compare(world, Setting("stack", variant, 2, [BASE, "experts"], spread=spread))
 
 
 @pytest.mark.parametrize("variant", LARGER)

@@ -49,8 +49,10 @@ def decompressed(folder: Path) -> Any:
 def round_in_parts(model: nn.Module, ranks: int, rounding: Rounding = as_stored) -> None:
     """Let modules whose inputs are cut round each rank's part of them by itself."""
     for name, module in model.named_modules():
-        if name.rsplit(".", 1)[-1] in ROW_PARALLEL:
-            made: Any = module
+        made: Any = module
+        scheme = getattr(module, "quantization_scheme", None)
+        rounds = rounding is not as_stored or (scheme and scheme.input_activations)
+        if name.rsplit(".", 1)[-1] in ROW_PARALLEL and rounds:
             made.quantization_enabled = False
             rounds_in_parts(module, ranks, rounding)
 

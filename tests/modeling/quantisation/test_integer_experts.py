@@ -33,6 +33,7 @@ FORMS: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
     "gptq": (write_gptq, {"group": 16}),
     "symmetric": (write_gptq, {"group": -1, "symmetric": True}),
     "act-order": (write_gptq, {"group": 16, "act_order": True}),
+    "attention in 8 bits": (write_gptq, {"group": 16, "dynamic": {"+:.*self_attn": {"bits": 8}}}),
     "awq": (write_awq, {"group": 32}),
     "packed": (write_packed, {"group": 16}),
     "zero points": (write_packed, {"group": -1, "symmetric": False}),

@@ -6,6 +6,7 @@ it would change the version of torch.)
 """
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from configs.architectures.select import load_architecture
+from configs.model import LoadFormat, ModelConfig
 from modeling.quantisation.formats import StoredFormat
 from modeling.quantisation.integers import IntegerWeight
+from modeling.runner.loading import load_model
 from sharding.checkpoint import CheckpointError, SafetensorsCheckpoint
 from sharding.group import SingleRank
 from sharding.linear_weight import LinearPart, LinearWeight
@@ -24,6 +27,7 @@ from sharding.loader import Weights
 from tests.checkpoints import AdapterRecipe, load_oracle, write_adapter, write_llama
 from tests.checkpoints_generic import write_generic
 from tests.checkpoints_integers import write_gptq
+from tests.modeling.parity import engine_config
 from tests.modeling.quantisation.quantised import compare
 
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
@@ -136,9 +140,45 @@ def test_tokens_of_a_generic_model(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("how", [{"symmetric": True}, {}, {"act_order": True}])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_gptq_in_8_bits(tmp_path: Path, ranks: int, how: dict[str, bool]) -> None:
+def test_gptq_in_8_bits(tmp_path: Path, ranks: int, how: dict[str, Any]) -> None:
     """By the rule of the files: the package packs 8 bits as it packs 4."""
     dense = write_llama(tmp_path / "dense", **SIZES)
     numbers = write_gptq(tmp_path / "stored", dense, 32, bits=8, **how)
     adapter = write_adapter(tmp_path / "adapter", dense, AdapterRecipe(r=4, std=0.2))
     compare(tmp_path / "stored", [adapter], load_oracle(numbers), ranks, dtype="float32")
+
+
+DYNAMIC = {
+    r"-:.*layers\.1\..*down_proj": {},
+    r"+:.*layers\.0\..*k_proj": {"bits": 8, "group_size": -1},
+    r".*\.[kv]_proj": {"group_size": 16},
+    r"+:.*(gate|down)_proj": {"bits": 8},
+}
+"""Maps of one input have other bits, other groups or both; one stays as it was."""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_modules_with_settings_of_their_own(tmp_path: Path, ranks: int) -> None:
+    dense = write_llama(tmp_path / "dense", hidden_size=64, intermediate_size=64)
+    left = re.compile(r"layers\.1\..*down_proj")
+    numbers = write_gptq(tmp_path / "stored", dense, 32, dynamic=DYNAMIC, left=left)
+    shapes = {
+        name: tuple(tensor.shape)
+        for name, tensor in load_file(tmp_path / "stored" / "model.safetensors").items()
+    }
+    path = "model.layers.{}.self_attn.{}_proj.scales"
+    # Groups of 32 of q, one of k, and of 16 of v and of the next layer's k.
+    counts = [shapes[path.format(*each)][0] for each in ((0, "q"), (0, "k"), (0, "v"), (1, "k"))]
+    assert counts == [2, 1, 4, 4]
+    assert "model.layers.1.mlp.down_proj.weight" in shapes
+    adapter = write_adapter(tmp_path / "adapter", dense, AdapterRecipe(r=8, std=0.2))
+    compare(tmp_path / "stored", [adapter], load_oracle(numbers), ranks)
+
+
+def test_random_weights_are_not_made_in_several_schemes(tmp_path: Path) -> None:
+    dense = write_llama(tmp_path / "dense", hidden_size=64, intermediate_size=64)
+    write_gptq(tmp_path / "stored", dense, 32, dynamic={"+:.*k_proj": {"bits": 8}})
+    dummy = ModelConfig(id=str(tmp_path / "stored"), load_format=LoadFormat.DUMMY)
+    config = engine_config(tmp_path / "stored", model=dummy)
+    with pytest.raises(ValueError, match=r"several \(gptq\): remove all but one"):
+        load_model(config, SingleRank(), torch.device("cpu"))

@@ -22,6 +22,7 @@ from tests.checkpoints_quantised import (
     weights_in_8_bits,
     write_compressed,
     write_fp8_blocks,
+    write_several,
 )
 from tests.modeling.parity import engine_config
 from tests.modeling.quantisation.quantised import (
@@ -128,6 +129,34 @@ def test_formats_that_ranks_do_not_change(made: World, preset: str, ranks: int) 
     """Static scales, and inputs that are not rounded: all rank counts give one rank's tokens."""
     stored = made.compressed("llama", preset)
     compare(stored, made.adapters("llama"), decompressed(stored), ranks)
+
+
+SEVERAL: dict[str, dict[str, tuple[str, ...]]] = {
+    "parts": {"W4A16": (r"re:.*mlp\.",), "FP8_DYNAMIC": (r"re:.*self_attn\.",)},
+    "nested": {
+        "FP8_DYNAMIC": ("Linear",),
+        "W8A16": (r"re:.*\.[qk]_proj$", "model.layers.0.mlp.up_proj"),
+        "W4A16": (r"re:.*layers\.0\.", r"re:.*v_proj"),
+    },
+}
+"""Schemes and their targets. nested: maps of one input differ, and several targets match."""
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "ranks"),
+    [("llama", "parts", 1), ("llama", "nested", 1), ("llama", "nested", 2), (GENERIC, "parts", 2)],
+)
+def test_several_schemes(made: World, tmp_path: Path, family: str, name: str, ranks: int) -> None:
+    stored = write_several(tmp_path / "several", made.dense(family), SEVERAL[name])
+    oracle = decompressed(stored)
+    schemes = {
+        path: module.quantization_scheme.input_activations is not None
+        for path, module in oracle.named_modules()
+        if hasattr(module, "quantization_scheme")
+    }
+    assert set(schemes.values()) == {True, False}, "some round their inputs"
+    round_in_parts(oracle, ranks)
+    compare(stored, made.adapters(family), oracle, ranks)
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
