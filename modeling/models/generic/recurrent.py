@@ -65,7 +65,7 @@ class RecurrentLayers:
 
     def allocate(self, batch_slots: int) -> None:
         """Take the memory of so many sequences' states."""
-        # Left as it is: a row that begins reads none, and on a CPU what nobody uses takes no room.
+        # Left as it is: a row that begins reads none, and on a CPU unused memory takes no room.
         self._states = {
             layer: [
                 each._replace(of_slots=each.of_slots.new_empty(batch_slots, *each.of_slots.shape))
