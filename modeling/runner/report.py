@@ -11,8 +11,8 @@ from configs.rope_sets import RopeSets
 class RunnerReport:
     """What a rank can hold, what it took to get there, and what it chose.
 
-    The first seven fields, paged, pool_pages, rope_sets and kv_groups become the scheduler's
-    Capacity. What is named bytes is this rank's alone.
+    The first seven fields, paged, state_bytes, pool_pages, rope_sets and kv_groups become the
+    scheduler's Capacity. What is named bytes is this rank's alone.
 
     attention, adapter_kernel: names; their reasons say why they were taken.
     paged: whether prompts may be cut into chunks, and sequences may share cached blocks.

@@ -257,7 +257,9 @@ class GenericForCausalLM(nn.Module):
         # Beside recurrent layers some are feed-forwards alone.
         layers = forms.layers(self.num_layers, all_attend=not self._recurrent.layers)
         if not layers:
-            raise ArchitectureError("none of its layers attends, so no cache of blocks holds it")
+            raise ArchitectureError(
+                "none of its layers attends: models of recurrent layers alone are not served"
+            )
         check_windows(self._decoder.config, layers, self._longest)
         return _numbered(layers)
 

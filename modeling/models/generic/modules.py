@@ -48,17 +48,16 @@ class MergedColumns(nn.Module):
         self._left = 0
 
     def part(self, x: Tensor, start: int, stop: int) -> Tensor:
-        """Columns start .. stop - 1 of the product with x; each part is called once."""
-        if self._y is None:
-            self._y = self.linear(x.flatten(0, -2), self._step.adapter_data)
-            self._x, self._left = x, self._num_parts
-        if self._x is not x:
-            raise RuntimeError("layers that were merged for their one input are called with two")
-        columns = self._y[:, start:stop].view(*x.shape[:-1], stop - start)
+        """Columns start .. stop - 1 of the product with x; each part is called once for an x."""
+        y = self._y
+        # Of another x: a step that failed in between may have left parts uncalled.
+        if y is None or self._x is not x:
+            y = self.linear(x.flatten(0, -2), self._step.adapter_data)
+            self._x, self._y, self._left = x, y, self._num_parts
         self._left -= 1
         if not self._left:
             self._x = self._y = None
-        return columns
+        return y[:, start:stop].view(*x.shape[:-1], stop - start)
 
 
 class MergedPart(nn.Module):

@@ -14,6 +14,7 @@ from configs.architectures.generic import PAGED_TYPES
 from configs.model import DType, ModelConfig
 from configs.wire.sampling import Sampling
 from modeling.models.generic.cuts import CutPlan, Style
+from modeling.models.generic.model import GenericForCausalLM
 from modeling.runner.load_paged import load_paged
 from sharding.checkpoint import CheckpointError
 from sharding.group import SingleRank
@@ -113,3 +114,18 @@ def test_a_prompt_in_two_chunks(tmp_path: Path, kind: str, dtype: DType) -> None
     error = (full_logprobs(answer)[0] - told).abs()
     assert error.max() <= TOLERANCE[dtype]
     assert error.square().mean().sqrt() <= TOLERANCE[dtype] / 3
+
+
+def test_a_step_that_fails_between_parts_of_a_product_spoils_no_later_one(tmp_path: Path) -> None:
+    """q, k and v are one product: k and v of the failed step are never called."""
+    runner = load_paged(
+        engine_config(write_tiny(tmp_path / "model", "olmo2")), SingleRank(), torch.device("cpu")
+    ).allocate()
+    asked = Asked(prompts()[0][1], 4)
+    answers = [generate(runner, [asked], NUM_BLOCKS, BLOCK_SIZE)[0].tokens]
+    model = runner._forward.model
+    assert isinstance(model, GenericForCausalLM)
+    query = model.causal.get_submodule("model.layers.0.self_attn.q_proj")
+    query(torch.randn(1, 3, 32))
+    answers.append(generate(runner, [asked], NUM_BLOCKS, BLOCK_SIZE)[0].tokens)
+    assert answers[0] == answers[1]
