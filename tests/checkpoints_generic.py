@@ -213,6 +213,18 @@ GENERIC_ADAPTERS = {
     ),
 }  # fmt: skip
 
+MIXER_ADAPTERS = {
+    "r8": AdapterRecipe(
+        r=8, alpha=16.0, seed=19, std=0.05,
+        target_modules=(
+            "q_proj", "k_proj", "v_proj", "o_proj", "in_proj", "in_proj_qkv", "in_proj_z",
+            "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba", "a_proj", "b_proj", "f_proj",
+            "g_proj", "f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj",
+        ),
+    ),
+}  # fmt: skip
+"""On what is before a feed-forward, so on no experts."""
+
 MIXTURES = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "glm4_moe", "granitemoe")
 """Types whose feed-forward is a mixture of experts."""
 

@@ -43,11 +43,11 @@ class RecurrentStates(Protocol):
         ...
 
     def allocate(self, batch_slots: int) -> None:
-        """Take the memory of so many sequences' states."""
+        """Take the memory of so many sequences' states, and of the dummy's behind them."""
         ...
 
     def tensors(self) -> Iterator[Tensor]:
-        """All states, each [batch slots, ...]."""
+        """All states but the dummy's, each [batch slots, ...]."""
         ...
 
 

@@ -20,12 +20,12 @@ from modeling.runner.cuda_graphs import (
     DecodeGraphs,
     Forward,
     GraphParts,
-    GraphRecorder,
     StepOutputs,
     graph_sizes,
 )
 from modeling.runner.eagle3_graphs import ChainGraphs, Eagle3Graphs, EntryGraphs
 from modeling.runner.eagle3_guesses import Eagle3Guesser
+from modeling.runner.graph_recorder import GraphRecorder
 from modeling.runner.memory import GRAPH_BYTES, PIECE_BYTES
 from modeling.runner.piecewise import (
     PieceRecorder,

@@ -5,7 +5,8 @@ the same launches at the same addresses, so all that varies is in static buffers
 transfer brings a step's tables, the attention's plan and the adapters' tiles follow, then the
 replay. A step of fewer rows than the graph's is filled up with padding rows of one key, and a row
 with room for more tokens with padding tokens. These read and write the dummy block, which no
-request owns, and their samples go to the token buffer's dummy token.
+request owns, and their samples go to the token buffer's dummy token. Recurrent layers read and
+write the states of the dummy batch slot for them; steps in which a row begins are launched there.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ from modeling.adapters.kernels.select import AdapterStepPlan
 from modeling.adapters.product import AdapterData
 from modeling.attention.base import AttentionBackend, GraphAttention
 from modeling.layers.fused import fused_ops
+from modeling.models.context import StateRows
 from modeling.runner.block_tables import BlockTables, GroupLayout
 from modeling.runner.forward import StepPlans
 from modeling.runner.input_batch import GroupTensors, InputBatch, StepLayout, StepTensors
@@ -31,20 +33,21 @@ from modeling.transfer import TransferBuffer, aligned
 SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256)
 """Rows of captured steps; a step takes the next larger one."""
 
-WARM_UPS = 2
-"""Runs before a capture: the first one loads kernels and makes the libraries' workspaces."""
-
 INT64_BYTES, INT32_BYTES = 8, 4
 
-COLUMNS = 4
-"""Of a step: where its ids are, positions, targets, sampling tokens. Each group's slots follow."""
+COLUMNS = 5
+"""Of a step: where its ids are, positions, targets, sampling tokens, the rows' batch slots. Each
+group's slots follow."""
 
 Forward = Callable[[StepTensors, StepPlans, AdapterData | None], Tensor]
 """From a step's tensors, planned attention and adapters to hidden states."""
 
-HeadForward = Callable[[StepTensors, StepPlans, AdapterData | None], tuple[Tensor, Tensor | None]]
-"""From the same to logits [samples, vocab], and to the states [samples, width] that they are of,
-where heads read those."""
+HeadForward = Callable[
+    [StepTensors, StepPlans, AdapterData | None, tuple[StateRows, ...]],
+    tuple[Tensor, Tensor | None],
+]
+"""From the same and the rows of recurrent layers to logits [samples, vocab], and to the states
+[samples, width] that they are of, where heads read those."""
 
 Record = Callable[[Callable[[], None]], Callable[[], None]]
 """From a computation on fixed addresses to its replay."""
@@ -93,6 +96,7 @@ class GraphParts:
     has_experts: whether those are that have adapters of experts.
     queries: tokens that each row has room for; more than 1 in steps that check drafts.
     width: of the states; 0 where no heads read them.
+    is_recurrent: whether layers keep states of the rows' batch slots.
     """
 
     forward: HeadForward
@@ -105,6 +109,7 @@ class GraphParts:
     queries: int = 1
     width: int = 0
     has_experts: bool = False
+    is_recurrent: bool = False
 
 
 @dataclass(frozen=True)
@@ -169,9 +174,10 @@ class PaddedStep:
         # What padding has in the columns.
         dummy = parts.state.dummy_token
         own = [each.dummy_slot(parts.dummy_block) for each in tables]
-        self._padding = (dummy, 0, dummy, 0, *own)
+        self._padding = (dummy, 0, dummy, 0, parts.state.size.max_running, *own)
         columns = [static[a:b].view(torch.int64) for a, b in self._columns()]
-        self.ids_at, self.positions, self.targets, self.last_tokens, *slots = columns
+        self.ids_at, self.positions, self.targets, self.last_tokens, *others = columns
+        self.row_slots, slots = others[0][:size], others[1:]
         self.groups = _padded_groups(parts, size, static, slots)
         device = static.device
         rows = torch.arange(size + 1, dtype=torch.int32, device=device)
@@ -190,6 +196,7 @@ class PaddedStep:
             (at, layout.positions),
             (sampled, layout.targets),
             (sampled, at[layout.last_tokens]),
+            (np.arange(rows), layout.row_slots),
             *((at, group.slots) for group in layout.groups),
         )
         for bounds, (own_at, own), padding in zip(
@@ -212,6 +219,11 @@ class PaddedStep:
             ),
             last_tokens=self.last_tokens,
         )
+
+    def state_rows(self, adapters: AdapterData | None) -> tuple[StateRows, ...]:
+        """The rows as recurrent layers compute them: all have a state, padding rows the dummy's."""
+        every = slice(0, self.size)
+        return (StateRows(every, True, False, self.row_slots, adapters),)
 
     def plans(self) -> StepPlans:
         """What a model's attention reads."""
@@ -254,31 +266,6 @@ def _words(parts: GraphParts, size: int) -> list[int]:
         assert words is not None, backend.name
         found.append(words)
     return found
-
-
-class GraphRecorder:
-    """Makes graphs that share one pool of memory, because they never run together."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-    def __call__(self, compute: Callable[[], None]) -> Callable[[], None]:
-        """Return a function that repeats the launches of `compute`, on the caller's stream."""
-        # A capture may not run on the default stream, so both streams wait for each other.
-        here = torch.cuda.current_stream(self._stream.device)
-        self._stream.wait_stream(here)
-        with torch.cuda.stream(self._stream):
-            for _ in range(WARM_UPS):
-                compute()
-        here.wait_stream(self._stream)
-        graph = torch.cuda.CUDAGraph()
-        # Other threads may call CUDA meanwhile: a capture's rules bind only this one.
-        with torch.cuda.graph(
-            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-        ):
-            compute()
-        return graph.replay
 
 
 class StepOutputs(NamedTuple):
@@ -361,9 +348,14 @@ class DecodeGraphs:
         return GraphOutput(tokens, logits, step.targets[:samples], self.queries == 1, own)
 
     def _has_form(self, layout: StepLayout) -> bool:
-        """Whether each token samples, and each row fits into its room, in one piece."""
+        """Whether each token samples, and each row fits into its room, in one piece.
+
+        Also whether all rows have a state, where layers keep one.
+        """
         rows = layout.num_rows
         pieces = (len(layout.adapter_slots), *(len(each.key_lengths) for each in layout.groups))
+        if self._parts.is_recurrent and not layout.row_starts.all():
+            return False
         return 1 <= layout.most_queries <= self.queries and set(pieces) == {rows}
 
     def _copy_inputs(self, step: PaddedStep, layout: StepLayout, kind: StepAdapters) -> None:
@@ -382,7 +374,9 @@ class DecodeGraphs:
     def _compute(self, step: PaddedStep, adapters: AdapterData | None) -> None:
         """Compute what a graph captures: from the token buffer to its outputs, and back."""
         state = self._parts.state
-        logits, states = self._parts.forward(step.tensors(state.tokens), step.plans(), adapters)
+        rows = step.state_rows(adapters) if self._parts.is_recurrent else ()
+        tensors = step.tensors(state.tokens)
+        logits, states = self._parts.forward(tensors, step.plans(), adapters, rows)
         tokens = self._fused.best(logits) if self._fused else logits.argmax(dim=-1)
         self._outputs.logits[: step.tokens].copy_(logits)
         self._outputs.tokens[: step.tokens].copy_(tokens)

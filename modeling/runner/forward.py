@@ -43,10 +43,14 @@ class PagedForward:
         return self._run(tensors, attention, adapters, tensors.last_tokens, state_rows)
 
     def logits_and_states(
-        self, tensors: StepTensors, attention: StepPlans, adapters: AdapterData | None
+        self,
+        tensors: StepTensors,
+        attention: StepPlans,
+        adapters: AdapterData | None,
+        state_rows: tuple[StateRows, ...] = (),
     ) -> tuple[Tensor, Tensor]:
         """Return the logits, and what the head read for them, [sampling rows, width]."""
-        states = self.hidden(tensors, attention, adapters)[tensors.last_tokens]
+        states = self.hidden(tensors, attention, adapters, state_rows)[tensors.last_tokens]
         return self.model.head(states, adapters), states
 
     def logits_and_inner(
@@ -55,16 +59,21 @@ class PagedForward:
         tensors: StepTensors,
         attention: StepPlans,
         adapters: AdapterData | None,
+        state_rows: tuple[StateRows, ...] = (),
     ) -> tuple[Tensor, Tensor]:
         """Return the logits, and what `states` has of inner layers, [sampling rows, any]."""
-        logits = self.logits(tensors, attention, adapters)
+        logits = self.logits(tensors, attention, adapters, state_rows)
         return logits, states()[tensors.last_tokens]
 
     def logits_alone(
-        self, tensors: StepTensors, attention: StepPlans, adapters: AdapterData | None
+        self,
+        tensors: StepTensors,
+        attention: StepPlans,
+        adapters: AdapterData | None,
+        state_rows: tuple[StateRows, ...] = (),
     ) -> tuple[Tensor, None]:
         """Return the logits, and no states."""
-        return self.logits(tensors, attention, adapters), None
+        return self.logits(tensors, attention, adapters, state_rows), None
 
     def hidden(
         self,

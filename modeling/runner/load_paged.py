@@ -134,7 +134,7 @@ def _allocate_states(config: EngineConfig, model: PagedModel) -> None:
         states.allocate(count)
     logger.info(
         "recurrent layers keep %.1f MB of each sequence, %d of them at most: no prefixes are "
-        "shared, and no tokens guessed",
+        "shared, no tokens guessed, and no steps with prompts captured",
         states.bytes_per_slot / 1e6,
         count,
     )
@@ -281,13 +281,16 @@ class LoadedPaged(LoadedRunner):
         """What is captured; no decode steps where the attention cannot be captured."""
         config, groups = self.parts.config, self.parts.size.groups
         if not self.parts.weights.model.capturable:
-            logger.info("no steps are captured: this model in this type reads sizes on the host")
+            logger.info("no steps are captured: this model in this type is read on the host")
             return GraphSizes()
         has_form = all(
             backend.graph_words(1, group.blocks(1)) is not None
             for backend, group in zip(self.parts.backends, groups, strict=True)
         )
         found = graph_sizes_of(config, has_form, bool(self._checking()))
+        if self.parts.weights.model.states is not None:
+            # Recurrent layers compute each row of a prompt by itself, and check no drafts.
+            return GraphSizes(found.decode)
         # Graph pieces keep no states of inner layers.
         return found if self.parts.drafter is None else replace(found, mixed=())
 
@@ -326,6 +329,7 @@ class LoadedPaged(LoadedRunner):
             dtype=model.dtype,
             adapters=self.parts.adapter_plan,
             has_experts=self.parts.has_expert_kernels,
+            is_recurrent=model.states is not None,
         )
         checking = self._checking() if sizes.checked else ()
         hidden, device = buffers.forward.hidden, self.parts.device

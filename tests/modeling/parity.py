@@ -33,6 +33,7 @@ from tests.checkpoints_experts import EXPERT_ADAPTERS, converted
 from tests.checkpoints_generic import (
     GENERIC_ADAPTERS,
     GENERIC_ENDS,
+    MIXER_ADAPTERS,
     write_generic,
     write_headless,
 )
@@ -268,6 +269,7 @@ FAMILIES: dict[str, Family] = {
     "vocabulary": Family(write_llama, VOCABULARY_ADAPTERS),
     "vocabulary_relative": Family(write_relative, VOCABULARY_ADAPTERS),
     "generic": Family(write_generic, GENERIC_ADAPTERS),
+    "mixers": Family(write_generic, MIXER_ADAPTERS),
     "mixture": Family(write_generic, EXPERT_ADAPTERS),
     "headless": Family(write_headless, EXPERT_ADAPTERS),
     "converted": Family(write_generic, converted("qwen3_moe")),

@@ -1,19 +1,25 @@
 """Families paged by transformers' own modules on a GPU, fused and captured, beside the oracle."""
 
+import logging
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
 
-from configs.engine import AttentionKind, CudaGraphs, Device
+from configs.engine import AttentionKind, CacheConfig, CudaGraphs, Device
 from configs.model import DType, ModelConfig
 from configs.wire.sampling import Sampling
 from modeling.models.generic import experts
 from modeling.runner.load_paged import load_paged
 from modeling.runner.loading import pick_device
+from modeling.runner.paged import ModelRunner
 from sharding.group import SingleRank
 from tests.checkpoints_generic import MIXTURES
 from tests.modeling.parity import (
@@ -26,14 +32,22 @@ from tests.modeling.parity import (
     place_all,
     poison,
 )
+from tests.modeling.runner.test_recurrent_graphs import (
+    asked_of_recurrent_layers,
+    counted_replays,
+    ready,
+    states,
+)
 from tests.modeling.stepping import Answer, Asked, generate
 from tests.oracle import Truth, prompt_truth
 
 pytestmark = pytest.mark.gpu
 
 VARIANTS = ["gemma2", "gemma3_text", "olmo2", "glm4", "phi", "qwen3_moe", "gpt_oss", "deepseek_v3"]
-# With recurrent layers:
-VARIANTS += ["qwen3_5_text", "qwen3_next", "granite_hybrid", "lfm2"]
+WITHOUT_EXPERTS = ["bamba", "falcon_h1", "lfm2", "olmo_hybrid", "qwen3_5_text"]
+RECURRENT = [*WITHOUT_EXPERTS, "granite_hybrid", "kimi_linear", "nemotron_h", "qwen3_next"]
+"""With recurrent layers; in float32 steps with experts are not captured."""
+VARIANTS += RECURRENT
 NAMES = [BASE, "r8"]
 ROUTED = [BASE, "r8", "parameters", "router", "everything"]
 EXPERTS = [BASE, "r8", "parameters", "down"]
@@ -72,6 +86,7 @@ def run(
 ) -> tuple[list[Answer], Batch]:
     """Base and adapters in one batch, and what the oracle says."""
     family = "mixture" if variant in MIXTURES or names is not NAMES else "generic"
+    family = "mixers" if variant in RECURRENT else family
     told = batch(world, family, variant, names)
     settings = ModelConfig(id=str(told.model), dtype=dtype)
     # FlashInfer compiles a kernel for each family, which says nothing of experts.
@@ -84,7 +99,9 @@ def run(
     assert bool(runner.report.captured_rows) == is_captured
     poison(runner)
     place_all(runner, told.adapters)
-    return generate(runner, told.asked, NUM_BLOCKS, BLOCK_SIZE), told
+    replays = is_captured and variant in RECURRENT
+    with counted_replays(runner, 16) if replays else nullcontext():
+        return generate(runner, told.asked, NUM_BLOCKS, BLOCK_SIZE), told
 
 
 @pytest.mark.parametrize("graphs", [CudaGraphs.NONE, CudaGraphs.ALL])
@@ -110,6 +127,68 @@ def test_bfloat16_comes_near(world: World, variant: str) -> None:
     """As long as the tokens agree, logprobs do, to what bfloat16 has."""
     answers, told = run(world, variant, DType.BFLOAT16, CudaGraphs.ALL)
     come_near(answers, told.truths, [0.0] * len(answers))
+
+
+def recurrent(world: World, variant: str, graphs: CudaGraphs, **changes: Any) -> ModelRunner:
+    """A runner in float32 with the adapter of `asked_of_recurrent_layers`."""
+    model = world.model("mixers", variant)
+    settings = ModelConfig(id=str(model), dtype=DType.FLOAT32)
+    kind = AttentionKind.TRITON
+    config = engine_config(
+        model, model=settings, device=Device.CUDA, cuda_graphs=graphs, attention=kind, **changes
+    )
+    runner = load_paged(config, SingleRank(), pick_device(Device.CUDA)).allocate()
+    ready(world, variant, runner)
+    return runner
+
+
+def tokens(runner: ModelRunner) -> list[list[int]]:
+    answers = generate(runner, asked_of_recurrent_layers(), NUM_BLOCKS, BLOCK_SIZE)
+    return [answer.tokens for answer in answers]
+
+
+@pytest.mark.parametrize("variant", WITHOUT_EXPERTS)
+def test_replays_of_recurrent_layers_are_steps(world: World, variant: str) -> None:
+    """Prompts of one token, chunks of one, preempted requests, padded sizes, an adapter."""
+    launched = recurrent(world, variant, CudaGraphs.NONE)
+    expected = tokens(launched)
+    assert launched.num_captured == 0
+    for graphs in (CudaGraphs.DECODE, CudaGraphs.ALL):
+        runner = recurrent(world, variant, graphs)
+        with counted_replays(runner, 16):
+            assert tokens(runner) == expected
+        for own, other in zip(states(runner), states(launched), strict=True):
+            torch.testing.assert_close(own, other, equal_nan=True, rtol=1e-3, atol=1e-3)
+
+
+def test_the_memory_of_recurrent_graphs_is_measured(world: World) -> None:
+    cache = CacheConfig(block_size=BLOCK_SIZE, device_memory_fraction=0.5)
+    runner = recurrent(world, "qwen3_5_text", CudaGraphs.ALL, cache=cache)
+    free, total = torch.cuda.mem_get_info()
+    assert total - free < 0.55 * total
+    with counted_replays(runner, 16):
+        assert all(tokens(runner))
+
+
+def test_recurrent_layers_that_read_on_the_host_are_launched(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = tokens(recurrent(world, "lfm2", CudaGraphs.NONE))
+    real = Lfm2ShortConv.forward
+
+    @wraps(real)
+    def forward(self: Any, hidden_states: Tensor, *arguments: Any, **options: Any) -> Tensor:
+        assert hidden_states.sum().item() is not None
+        made: Tensor = real(self, hidden_states, *arguments, **options)
+        return made
+
+    monkeypatch.setattr(Lfm2ShortConv, "forward", forward)
+    with caplog.at_level(logging.INFO, logger="loray.modeling"):
+        runner = recurrent(world, "lfm2", CudaGraphs.ALL)
+    assert runner.report.captured_rows == ()
+    assert "transformers' Lfm2ShortConv cannot be captured" in caplog.text
+    assert tokens(runner) == expected
+    assert runner.num_captured == 0
 
 
 def agree(answers: Sequence[Answer], truths: Sequence[Truth]) -> None:

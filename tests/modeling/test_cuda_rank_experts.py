@@ -1,7 +1,7 @@
 """Mixtures of experts on two GPUs: each rank has a part of every expert, or whole ones.
 
-In float32 their tokens are the oracle's; in bfloat16, where decode steps are captured, they come
-near.
+Also models with recurrent layers, which are whole on every rank. In float32 their tokens are the
+oracle's; in bfloat16, where decode steps of experts are captured, they come near.
 """
 
 from collections.abc import Sequence
@@ -44,6 +44,10 @@ MODELS: dict[str, list[tuple[str, str, tuple[str, ...]]]] = {
     "others": [
         ("mixture", "gpt_oss", (BASE, "parameters", "everything")),
         ("mixture", "deepseek_v3", (BASE, "parameters", "shared")),
+    ],
+    "recurrent": [
+        ("mixers", each, (BASE, "r8"))
+        for each in ("qwen3_5_text", "lfm2", "falcon_h1", "granite_hybrid", "kimi_linear")
     ],
 }
 """(family, variant, who shares the batch)."""

@@ -1,14 +1,20 @@
 """Faults on purpose in recurrent layers and their states: the comparison must notice each."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from modeling.models.context import StateRows
 from modeling.models.generic.recurrent import KINDS, RecurrentLayers
 from modeling.runner import state_rows
+from modeling.runner.cuda_graphs import DecodeGraphs, PaddedStep
+from modeling.runner.input_batch import StepLayout
 from tests.modeling.parity import BASE, Setting, World, compare, expect_mismatch
+from tests.modeling.runner.test_recurrent_graphs import replay
 
 DELTA_NET = Setting("generic", "qwen3_5_text", 1, [BASE, "r8"])
 CONVOLUTION = Setting("generic", "lfm2", 2, [BASE, "r8"])
@@ -66,3 +72,43 @@ def test_a_state_that_is_not_kept(world: World, monkeypatch: pytest.MonkeyPatch,
 
     monkeypatch.setattr(RecurrentLayers, "_keep", keep)
     expect_mismatch(world, DELTA_NET)
+
+
+def _pad_with_a_real_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = PaddedStep.fill
+
+    def fill(self: PaddedStep, host: Any, layout: StepLayout) -> int:
+        *others, _ = self._padding[:5]
+        self._padding = (*others, 3, *self._padding[5:])
+        return real(self, host, layout)
+
+    monkeypatch.setattr(PaddedStep, "fill", fill)
+
+
+def _replay_rows_that_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = DecodeGraphs._has_form
+
+    def has_form(self: DecodeGraphs, layout: StepLayout) -> bool:
+        return real(self, replace(layout, row_starts=np.ones_like(layout.row_starts)))
+
+    monkeypatch.setattr(DecodeGraphs, "_has_form", has_form)
+
+
+def _capture_without_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = PaddedStep.state_rows
+
+    def rows(self: PaddedStep, _adapters: object) -> tuple[StateRows, ...]:
+        return real(self, None)
+
+    monkeypatch.setattr(PaddedStep, "state_rows", rows)
+
+
+@pytest.mark.parametrize(
+    "plant", [_pad_with_a_real_slot, _replay_rows_that_begin, _capture_without_adapters]
+)
+def test_faults_of_captured_steps(
+    world: World, monkeypatch: pytest.MonkeyPatch, plant: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    plant(monkeypatch)
+    launched, replayed = replay(world, "qwen3_5_text", count=False)
+    assert replayed != launched

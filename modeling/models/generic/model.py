@@ -120,7 +120,7 @@ class GenericForCausalLM(nn.Module):
         self._forms = self._learn_layers()
         has_form = _groups_can_be_captured(self.causal, self.dtype)
         is_known = self.causal.config.model_type not in ANGLES_ON_HOST
-        self.capturable = has_form and is_known and self.states is None
+        self.capturable = self._recurrent.can_be_captured() and has_form and is_known
 
     @classmethod
     def build(cls, config: GenericArchitecture, weights: Weights) -> "GenericForCausalLM":

@@ -3,12 +3,16 @@
 transformers' own modules compute them (linear attention, state space models, short convolutions).
 They are called as its `generate` calls them, with a cache that holds the states of some rows: once
 for rows of one token each, once for every longer row. A batch slot has its states here, on the
-device, from one step to the next; a row that begins at its first position has none yet.
+device, from one step to the next; a row that begins at its first position has none yet. There is
+one batch slot more, the dummy: rows that pad a captured step read and write its states.
 """
 
 import copy
 import inspect
+import logging
+import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,6 +24,8 @@ from configs.architectures.base import ArchitectureError
 from modeling.models.context import StateRows
 from modeling.models.generic.step import CurrentStep
 
+logger = logging.getLogger("loray.modeling")
+
 _CACHES = ("cache", "cache_params", "past_key_values")
 """How mixers call their cache: the first since transformers 5.24."""
 
@@ -30,7 +36,7 @@ KINDS = ("conv_states", "recurrent_states")
 
 
 class _State(NamedTuple):
-    """The states of one kind and number, of all batch slots: [batch slots, ...]."""
+    """The states of one kind and number, of all batch slots and the dummy: [slots + 1, ...]."""
 
     kind: str
     number: int
@@ -45,6 +51,7 @@ class RecurrentLayers:
         self._step = step
         self._examples: dict[int, list[_State]] = {}
         self._states: dict[int, list[_State]] = {}
+        self._decodes: list[tuple[str, Callable[[], Tensor]]] = []
         self._fresh: list[Any] = []
         for module in causal.modules():
             name = _cache_argument(module)
@@ -63,20 +70,33 @@ class RecurrentLayers:
         """Bytes of one sequence's states in all layers."""
         return sum(each.of_slots.nbytes for own in self._examples.values() for each in own)
 
+    @torch.inference_mode()
+    def can_be_captured(self) -> bool:
+        """Whether steps of one token a row can be CUDA graphs.
+
+        Each layer computes one token more behind the probe's: the host must not wait for it.
+        """
+        decodes, self._decodes = self._decodes, []
+        for name, decode in decodes:
+            decode()  # The first run may load what later ones do not.
+            try:
+                with _no_waits():
+                    decode()
+            except RuntimeError as error:
+                logger.info("transformers' %s cannot be captured: %s", name, error)
+                return False
+        return True
+
     def allocate(self, batch_slots: int) -> None:
-        """Take the memory of so many sequences' states."""
-        # Left as it is: a row that begins reads none, and on a CPU unused memory takes no room.
+        """Take the memory of so many sequences' states, and of the dummy's behind them."""
         self._states = {
-            layer: [
-                each._replace(of_slots=each.of_slots.new_empty(batch_slots, *each.of_slots.shape))
-                for each in own
-            ]
+            layer: [each._replace(of_slots=_allocated(each.of_slots, batch_slots)) for each in own]
             for layer, own in self._examples.items()
         }
 
     def tensors(self) -> Iterator[Tensor]:
-        """All states, each [batch slots, ...]."""
-        return (each.of_slots for own in self._states.values() for each in own)
+        """All states but the dummy's, each [batch slots, ...]."""
+        return (each.of_slots[:-1] for own in self._states.values() for each in own)
 
     def _compute(
         self,
@@ -97,13 +117,18 @@ class RecurrentLayers:
             cache = self._cache(layer, rows)
             with self._step.adapted_by(rows.adapter_data):
                 computed = forward(part, **{**options, name: cache})
+            if layer not in self._examples:
+                self._learn(layer, cache.layers[layer])
+                decode = partial(forward, part[:, :1], **{**options, name: cache})
+                self._decodes.append((type(module).__name__, decode))
             self._keep(layer, rows, cache.layers[layer])
             found.append(computed.flatten(0, 1))
-        return torch.cat(found)[None]
+        return (torch.cat(found) if len(found) > 1 else found[0])[None]
 
     def _cache(self, layer: int, rows: StateRows) -> Cache:
         """The states of some rows as transformers' cache has them."""
         own = copy.deepcopy(self._fresh[layer])
+        own.update_recurrent_state = partial(_take, own)
         # The mixer looks at its own layer alone.
         cache = Cache(layers=[*self._fresh[:layer], own])
         if rows.begins:
@@ -116,19 +141,49 @@ class RecurrentLayers:
                 own.conv_kernel_size[number] = of_slots.shape[-1]
         return cache
 
+    def _learn(self, layer: int, own: Any) -> None:
+        """Write down what the states of a layer look like."""
+        self._examples[layer] = [
+            _State(kind, number, state[0].clone())
+            for kind in KINDS
+            for number, state in getattr(own, kind).items()
+            if state is not None
+        ]
+
     def _keep(self, layer: int, rows: StateRows, own: Any) -> None:
-        """Write down the states behind the rows; the first time, what they look like."""
-        if layer not in self._examples:
-            self._examples[layer] = [
-                _State(kind, number, state[0].clone())
-                for kind in KINDS
-                for number, state in getattr(own, kind).items()
-                if state is not None
-            ]
+        """Write down the states behind the rows."""
         if rows.slots is None:
             return
         for kind, number, of_slots in self._states[layer]:
-            of_slots[rows.slots] = getattr(own, kind)[number]
+            of_slots[rows.slots] = getattr(own, kind)[number].to(of_slots.dtype)
+
+
+def _allocated(example: Tensor, batch_slots: int) -> Tensor:
+    # Left as it is: a row that begins reads none, and on a CPU unused memory takes no room.
+    states = example.new_empty(batch_slots + 1, *example.shape)
+    states[-1].zero_()
+    return states
+
+
+def _take(own: Any, state: Tensor, number: int = 0, **_options: Any) -> Tensor:
+    """Replace a cache's `update_recurrent_state`, which copies: `_keep` does."""
+    own.recurrent_states[number] = state
+    return state
+
+
+@contextmanager
+def _no_waits() -> Iterator[None]:
+    """RuntimeError meanwhile where the host waits for a GPU, as no captured step may."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls this switch a prototype
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 def _cache_argument(module: nn.Module) -> str | None:

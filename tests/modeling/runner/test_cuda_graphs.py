@@ -16,7 +16,8 @@ from configs.wire.plan import RequestJoin, StepRow
 from configs.wire.sampling import Sampling
 from modeling.adapters.bank import AdapterBank
 from modeling.adapters.kernels.reference import reference_batch
-from modeling.adapters.product import AdapterData, OutputSlice
+from modeling.adapters.kernels.select import AdapterStepPlan
+from modeling.adapters.product import AdapterData, ExpertAdapters, OutputSlice
 from modeling.adapters.vocabulary import VocabularyAdapters
 from modeling.attention.base import AttentionSpec, AttentionStep, GraphAttention, Words
 from modeling.attention.kv_cache import LayerCache
@@ -30,6 +31,7 @@ from modeling.runner.cuda_graphs import (
     DecodeGraphs,
     GraphParts,
     PaddedStep,
+    Record,
     StepOutputs,
     graph_sizes,
     size_for,
@@ -256,6 +258,7 @@ def test_rows_beyond_the_step_use_what_nobody_owns() -> None:
     assert tables[:, :3].tolist() == [[2, 5, 6], [4, 0, 0], [77] * 3, [77] * 3]
     assert used <= len(static)
     assert step.cu_seqlens.tolist() == [0, 1, 2, 3, 4]
+    assert step.row_slots.tolist() == [3, 1, 4, 4]
     # A later step with fewer rows leaves nothing of this one behind.
     fill(step, static, StepLayout.empty())
     assert step.ids_at.tolist() == step.targets.tolist() == [4 * width] * 4
@@ -319,13 +322,15 @@ def capture_on_cpu(
     runner: ModelRunner,
     sizes: int | None = None,
     queries: int = 1,
-    adapters: LateAdapters | None = None,
+    adapters: AdapterStepPlan | None = None,
     outputs: StepOutputs | None = None,
+    attention: type[CapturedSdpa] = CapturedSdpa,
+    record: Record = lambda compute: compute,
 ) -> DecodeGraphs:
-    """Let a CPU runner replay its decode steps, each replay being the computation itself.
+    """Let a CPU runner replay its decode steps; unless `record` does more, a replay computes them.
 
     sizes: how many are recorded; None for all. queries: tokens that each row has room for.
-    adapters: those of experts too; None for all others. outputs: None for its own.
+    adapters: None for those of `LateAdapters`. outputs: None for its own.
     """
     page = runner.report.num_blocks
     runner._forward.cache[:] = allocate_blocks(runner._parts.cache, page + 1, CPU)
@@ -334,17 +339,18 @@ def capture_on_cpu(
     parts = GraphParts(
         forward=forward,
         width=width,
-        backends=[CapturedSdpa(backend.spec) for backend in runner._backends],
+        backends=[attention(backend.spec) for backend in runner._backends],
         state=runner._input_batch,
         dummy_block=page,
         vocab_size=model.vocab_size,
         dtype=model.dtype,
         adapters=adapters or LateAdapters(runner._bank),
         queries=queries,
-        has_experts=adapters is not None,
+        has_experts=isinstance(adapters, ExpertAdapters),
+        is_recurrent=model.states is not None,
     )
     with torch.inference_mode():
-        graphs = DecodeGraphs(parts, graph_sizes(8), CPU, lambda compute: compute, outputs)
+        graphs = DecodeGraphs(parts, graph_sizes(8), CPU, record, outputs)
         for _ in graphs.sizes[:sizes]:
             graphs.record_next()
         return graphs

@@ -1,0 +1,202 @@
+"""Captured decode steps of recurrent layers: replays are steps, and padding disturbs no state.
+
+A tape stands in for a CUDA graph: it repeats operations on the tensors that they were recorded
+with, so a number that the host read while it was recorded would stay as it was.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from configs.architectures.generic import RECURRENT_TYPES
+from configs.engine import CacheConfig
+from configs.wire.plan import RequestJoin, StepRow
+from configs.wire.sampling import Sampling
+from modeling.batch import ForwardBatch, StepOutput
+from modeling.models.generic import recurrent
+from modeling.runner.load_paged import load_paged
+from modeling.runner.paged import ModelRunner
+from sharding.group import SingleRank
+from tests.modeling.models.tiny_causal import kinds
+from tests.modeling.parity import World, engine_config, place_all, poison
+from tests.modeling.runner.test_cuda_graphs import (
+    BLOCK_SIZE,
+    CPU,
+    NUM_BLOCKS,
+    CapturedSdpa,
+    capture_on_cpu,
+)
+from tests.modeling.runner.test_piecewise import GatheredAdapters, Tape
+from tests.modeling.stepping import Asked, generate
+
+TYPES = sorted(RECURRENT_TYPES & {*kinds()})
+
+ON_HOST = ("_local_scalar_dense", "nonzero", "lift_fresh", "masked_select", "equal")
+"""Operations that read values on the host, or bring it to the device."""
+
+
+class TapedSdpa(CapturedSdpa):
+    """Attention as one operation of the tape that is recorded."""
+
+    tape: Tape | None = None
+
+    def forward(self, *arguments: Any, **options: Any) -> Tensor:
+        tape, compute = type(self).tape, super().forward
+        if tape is None:
+            return compute(*arguments, **options)
+        tape.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        made = compute(*arguments, **options)
+        tape.operations.append((compute, arguments, options, made))
+        tape.__enter__()  # type: ignore[no-untyped-call]
+        return made
+
+
+def taped(compute: Callable[[], None]) -> Callable[[], None]:
+    """Record a computation of rows that pad, as a graph does, and return its replay."""
+    TapedSdpa.tape = tape = Tape()
+    with tape:
+        compute()
+    TapedSdpa.tape = None
+    names = {getattr(operation[0], "name", str)() for operation in tape.operations}
+    read = [name for name in names for each in ON_HOST if name.startswith(f"aten::{each}")]
+    assert not read, read
+    return tape.replay
+
+
+def asked_of_recurrent_layers() -> list[Asked]:
+    """Prompts of one token, chunks of one and that leave one, requests that are preempted."""
+    lengths = (1, 9, 10, 1, 17, 5, 12, 2, 8)
+    return [
+        Asked(
+            prompt=[(7 * i + 3 * j) % 90 + 3 for j in range(length)],
+            num_tokens=8 + 5 * (i % 4),
+            slot=i % 2 - 1,
+            chunk=1 if i == 5 else 8,
+            joins_at=2 * i,
+            rejoins_at=5 if i % 3 == 1 else None,
+        )
+        for i, length in enumerate(lengths)
+    ]
+
+
+def loaded(world: World, variant: str) -> ModelRunner:
+    """A runner with an adapter, and NaN in all states."""
+    cache = CacheConfig(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+    config = engine_config(world.model("mixers", variant), cache=cache)
+    runner = load_paged(config, SingleRank(), CPU).allocate()
+    ready(world, variant, runner)
+    return runner
+
+
+def ready(world: World, variant: str, runner: ModelRunner) -> None:
+    """Place the adapter of the requests, over NaN."""
+    poison(runner)
+    folder = world.adapter("mixers", variant, "r8")
+    assert folder is not None
+    place_all(runner, [folder])
+
+
+@contextmanager
+def counted_replays(runner: ModelRunner, most: int) -> Iterator[None]:
+    """Steps of up to `most` rows that all go on and sample must be replays, and no others."""
+    real, seen = runner.step, []
+
+    def step(batch: ForwardBatch) -> StepOutput:
+        rows = batch.rows
+        decodes = all(row.start and row.length == 1 and row.samples for row in rows)
+        seen.append(bool(rows) and decodes and len(rows) <= most)
+        before = runner.num_captured
+        output = real(batch)
+        assert runner.num_captured - before == seen[-1], rows
+        return output
+
+    runner.step = step  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del runner.step
+    assert sum(seen) > 10
+    assert not all(seen)
+
+
+def states(runner: ModelRunner) -> list[Tensor]:
+    """Copies of the batch slots' states."""
+    own = runner._parts.weights.model.states
+    assert own is not None
+    return [state.clone() for state in own.tensors()]
+
+
+def replay(world: World, variant: str, count: bool = True) -> tuple[list[list[int]], ...]:
+    """Tokens of launched steps, and of steps that are replayed from tapes over NaN."""
+    runner, asked = loaded(world, variant), asked_of_recurrent_layers()
+    launched = generate(runner, asked, NUM_BLOCKS, BLOCK_SIZE)
+    expected = states(runner)
+    assert runner.num_captured == 0
+    adapters = GatheredAdapters(runner._bank, 8)
+    runner._decode_graphs = capture_on_cpu(
+        runner, adapters=adapters, attention=TapedSdpa, record=taped
+    )
+    ready(world, variant, runner)
+    if count:
+        with counted_replays(runner, 8):
+            found = generate(runner, asked, NUM_BLOCKS, BLOCK_SIZE)
+        for own, other in zip(states(runner), expected, strict=True):
+            torch.testing.assert_close(own, other, equal_nan=True, rtol=1e-3, atol=1e-4)
+    else:
+        found = generate(runner, asked, NUM_BLOCKS, BLOCK_SIZE)
+    return [answer.tokens for answer in launched], [answer.tokens for answer in found]
+
+
+@pytest.mark.parametrize("variant", TYPES)
+def test_replays_are_steps(world: World, variant: str) -> None:
+    launched, replayed = replay(world, variant)
+    assert replayed == launched
+
+
+def test_padding_rows_disturb_no_state(world: World) -> None:
+    """Three rows in a step of four: the other batch slots' states stay as they are."""
+    runner = loaded(world, "qwen3_5_text")
+    runner._decode_graphs = capture_on_cpu(runner)
+    slots = (2, 0, 5)
+    joins = [RequestJoin(slot, [5, 9, 33], 3, -1, Sampling()) for slot in slots]
+    first = [StepRow(slot, 0, 3, [slot], True) for slot in slots]
+    runner.step(ForwardBatch(joins, first)).wait()
+    before = states(runner)
+    runner.step(ForwardBatch([], [StepRow(slot, 3, 1, [], True) for slot in slots])).wait()
+    assert runner.num_captured == 1
+    for state, was in zip(states(runner), before, strict=True):
+        assert len(state) == runner._input_batch.size.max_running
+        same = (state == was) | (state.isnan() & was.isnan())
+        changed = [slot for slot, each in enumerate(same.flatten(1).all(1).tolist()) if not each]
+        assert changed == sorted(slots)
+
+
+def test_the_dummys_states_are_numbers(world: World) -> None:
+    """What padding rows read first must not be what was left in memory."""
+    own = loaded(world, "lfm2")._parts.weights.model.states
+    assert isinstance(own, recurrent.RecurrentLayers)
+    found = [each.of_slots[-1] for layer in own._states.values() for each in layer]
+    assert found
+    assert not any(state.any() for state in found)
+
+
+def test_layers_that_wait_for_the_device_are_launched(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    @contextmanager
+    def waits() -> Iterator[None]:
+        yield
+        raise RuntimeError("called a synchronizing CUDA operation")
+
+    monkeypatch.setattr(recurrent, "_no_waits", waits)
+    with caplog.at_level(logging.INFO, logger="loray.modeling"):
+        runner = loaded(world, "qwen3_5_text")
+    assert not runner._forward.model.capturable
+    assert "transformers' Qwen3_5GatedDeltaNet cannot be captured: called a sync" in caplog.text
+    asked = [Asked(prompt=[5, 17, 2], num_tokens=3)]
+    assert len(generate(runner, asked, NUM_BLOCKS, BLOCK_SIZE)[0].tokens) == 3
