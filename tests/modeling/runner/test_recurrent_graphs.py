@@ -7,6 +7,7 @@ with, so a number that the host read while it was recorded would stay as it was.
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -31,13 +32,16 @@ from tests.modeling.runner.test_cuda_graphs import (
     CapturedSdpa,
     capture_on_cpu,
 )
-from tests.modeling.runner.test_piecewise import GatheredAdapters, Tape
+from tests.modeling.runner.test_piecewise import GatheredAdapters, Operation, Tape
 from tests.modeling.stepping import Asked, generate
 
 TYPES = sorted(RECURRENT_TYPES & {*kinds()})
 
-ON_HOST = ("_local_scalar_dense", "nonzero", "lift_fresh", "masked_select", "equal")
-"""Operations that read values on the host, or bring it to the device."""
+ON_HOST = {
+    "_local_scalar_dense", "allclose", "equal", "is_nonzero", "item", "lift_fresh", "masked_select",
+    "nonzero", "unique",
+}  # fmt: skip
+"""Operations that read values on the host, or bring them from there."""
 
 
 class TapedSdpa(CapturedSdpa):
@@ -56,15 +60,20 @@ class TapedSdpa(CapturedSdpa):
         return made
 
 
+def reads_on_host(operation: Operation) -> bool:
+    """Whether a capture of it would fail, as far as a CPU shows: sizes that values decide, too."""
+    name = str(operation[0]).removeprefix("aten.").partition(".")[0]
+    indices = operation[1][1] if name in ("index", "index_put_") else ()
+    return name in ON_HOST or any(each is not None and each.dtype is torch.bool for each in indices)
+
+
 def taped(compute: Callable[[], None]) -> Callable[[], None]:
     """Record a computation of rows that pad, as a graph does, and return its replay."""
     TapedSdpa.tape = tape = Tape()
     with tape:
         compute()
     TapedSdpa.tape = None
-    names = {getattr(operation[0], "name", str)() for operation in tape.operations}
-    read = [name for name in names for each in ON_HOST if name.startswith(f"aten::{each}")]
-    assert not read, read
+    assert not (read := [*filter(reads_on_host, tape.operations)]), read
     return tape.replay
 
 
@@ -150,6 +159,22 @@ def replay(world: World, variant: str, count: bool = True) -> tuple[list[list[in
     else:
         found = generate(runner, asked, NUM_BLOCKS, BLOCK_SIZE)
     return [answer.tokens for answer in launched], [answer.tokens for answer in found]
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: x.sum().item(),
+        lambda x: bool(x.sum()),
+        lambda x: x[x > 0],
+        lambda x: x.nonzero(),
+        lambda _: torch.tensor([1.0]),
+    ],
+)
+@torch.inference_mode()
+def test_the_tape_refuses_what_a_graph_would(read: Callable[[Tensor], Any]) -> None:
+    with pytest.raises(AssertionError):
+        taped(partial(read, torch.ones(3)))
 
 
 @pytest.mark.parametrize("variant", TYPES)
