@@ -281,7 +281,9 @@ class LoadedPaged(LoadedRunner):
         """What is captured; no decode steps where the attention cannot be captured."""
         config, groups = self.parts.config, self.parts.size.groups
         if not self.parts.weights.model.capturable:
-            logger.info("no steps are captured: this model in this type is read on the host")
+            logger.info(
+                "no steps are captured: the host reads what this model in this type computes"
+            )
             return GraphSizes()
         has_form = all(
             backend.graph_words(1, group.blocks(1)) is not None

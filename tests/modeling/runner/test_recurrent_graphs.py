@@ -22,7 +22,7 @@ from modeling.batch import ForwardBatch, StepOutput
 from modeling.models.generic import recurrent
 from modeling.runner.load_paged import load_paged
 from modeling.runner.paged import ModelRunner
-from sharding.group import SingleRank
+from sharding.group import SingleRank, TensorParallel
 from tests.modeling.models.tiny_causal import kinds
 from tests.modeling.parity import World, engine_config, place_all, poison
 from tests.modeling.runner.test_cuda_graphs import (
@@ -33,7 +33,8 @@ from tests.modeling.runner.test_cuda_graphs import (
     capture_on_cpu,
 )
 from tests.modeling.runner.test_piecewise import GatheredAdapters, Operation, Tape
-from tests.modeling.stepping import Asked, generate
+from tests.modeling.stepping import Answer, Asked, generate
+from tests.ranks import run_in_memory
 
 TYPES = sorted(RECURRENT_TYPES & {*kinds()})
 
@@ -93,21 +94,23 @@ def asked_of_recurrent_layers() -> list[Asked]:
     ]
 
 
-def loaded(world: World, variant: str) -> ModelRunner:
+def loaded(world: World, variant: str, group: TensorParallel | None = None) -> ModelRunner:
     """A runner with an adapter, and NaN in all states."""
     cache = CacheConfig(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
     config = engine_config(world.model("mixers", variant), cache=cache)
-    runner = load_paged(config, SingleRank(), CPU).allocate()
-    ready(world, variant, runner)
+    runner = load_paged(config, group or SingleRank(), CPU).allocate()
+    ready(world, variant, runner, group)
     return runner
 
 
-def ready(world: World, variant: str, runner: ModelRunner) -> None:
+def ready(
+    world: World, variant: str, runner: ModelRunner, group: TensorParallel | None = None
+) -> None:
     """Place the adapter of the requests, over NaN."""
     poison(runner)
     folder = world.adapter("mixers", variant, "r8")
     assert folder is not None
-    place_all(runner, [folder])
+    place_all(runner, [folder], group)
 
 
 @contextmanager
@@ -181,6 +184,22 @@ def test_the_tape_refuses_what_a_graph_would(read: Callable[[Tensor], Any]) -> N
 def test_replays_are_steps(world: World, variant: str) -> None:
     launched, replayed = replay(world, variant)
     assert replayed == launched
+
+
+@pytest.mark.parametrize("variant", ["falcon_h1", "kimi_linear"])
+def test_replays_on_two_ranks_are_steps(world: World, variant: str) -> None:
+    world.adapter("mixers", variant, "r8")  # Written before both ranks look for it.
+
+    def answers(group: TensorParallel) -> list[list[Answer]]:
+        runner, asked = loaded(world, variant, group), asked_of_recurrent_layers()
+        launched = generate(runner, asked, NUM_BLOCKS, BLOCK_SIZE)
+        runner._decode_graphs = capture_on_cpu(runner)
+        with counted_replays(runner, 8):
+            return [launched, generate(runner, asked, NUM_BLOCKS, BLOCK_SIZE)]
+
+    for own in run_in_memory(2, answers):
+        launched, replayed = [[answer.tokens for answer in each] for each in own]
+        assert replayed == launched
 
 
 def test_padding_rows_disturb_no_state(world: World) -> None:
