@@ -8,7 +8,7 @@ weights are loaded before the wait for the kernel ahead, those of each next turn
 products of this one.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from triton.experimental import gluon
@@ -48,16 +48,31 @@ class RowsCut:
 
 CUTS = (RowsCut(8, 16, 4, 8), RowsCut(16, 16, 4, 4))
 
+FEW, MANY = RowsCut(8, 32, 4, 8), RowsCut(8, 16, 4, 16)
+"""Of up to eight tokens without zero points, from LONG inputs on: programs that all run at once,
+each of more outputs, where there are as many as an H200 runs (AT_ONCE), else many."""
 
-def rows_cut(rows: int, groups: OperandGroups) -> RowsCut | None:
+AT_ONCE = range(160, 265)
+LONG, LONGEST = 8192, 16384
+
+
+def rows_cut(rows: int, groups: OperandGroups, inputs: int, outputs: int) -> RowsCut | None:
     """Return how a product of so many tokens is cut; None where `integer_tile` computes it.
 
     That is faster from nine tokens on where no zero points cost it a sum of x; codes that stand for
     other numbers were not compared here.
     """
-    cuts = CUTS[:1] if groups.zeros is None else CUTS
-    is_plain = groups.table is None
-    return next((cut for cut in cuts if is_plain and rows <= cut.rows), None)
+    if groups.table is not None:
+        return None
+    if groups.zeros is not None:
+        return next((cut for cut in CUTS if rows <= cut.rows), None)
+    if rows > CUTS[0].rows:
+        return None
+    if inputs < LONG:
+        return CUTS[0]
+    if -(-outputs // FEW.outputs) in AT_ONCE:
+        return FEW if inputs < LONGEST else replace(FEW, turn=4)
+    return MANY if inputs < LONGEST else CUTS[0]
 
 
 def rows_options(

@@ -12,9 +12,6 @@ from typing import NamedTuple
 from configs.engine import EngineConfig
 from deployments.rank.messages import LoadReport, MeasuredMemory
 
-LOADS_ON_GPUS = False
-"""Whether ranks with GPUs load before a driver asks, too. It was not run on a GPU yet."""
-
 
 class Expected(NamedTuple):
     """A start that the next driver is expected to want.
@@ -63,11 +60,6 @@ class StartAhead:
         if self._measured.result() is not self._expected.memory:
             return None
         return self._allocate(self._expected.num_blocks, False)
-
-
-def loads_ahead(on_gpu: bool) -> bool:
-    """Return whether ranks load before a driver asks; on_gpu: whether they have GPUs."""
-    return LOADS_ON_GPUS or not on_gpu
 
 
 def digest_of(config: EngineConfig, folder: str) -> str:

@@ -22,7 +22,7 @@ from configs.engine import EngineConfig
 from configs.env import RANK_ENVIRONMENT
 from configs.observability import LogFormat
 from deployments.rank.actor import RankActor
-from deployments.rank.ahead import Expected, digest_of, loads_ahead
+from deployments.rank.ahead import Expected, digest_of
 from deployments.rank.guard import UNUSED_S
 from deployments.rank.messages import LoadReport, MeasuredMemory
 from deployments.rank.processes import await_end, sigkill, this_process
@@ -179,8 +179,7 @@ class RayRanks:
         expected = [
             Expected(config, self._folder, self._digest, memory, num_blocks) for memory in measured
         ]
-        loads = loads_ahead(on_gpu="GPU" in self._rank_bundle(0))
-        if not loads or any(process.node != here for process in self._processes):
+        if any(process.node != here for process in self._processes):
             expected = []  # Those of other nodes end with this driver.
         beside = (self._actors, self._processes, known)
         self._standby.soon(partial(self._standby.prepare, *beside, config, expected))

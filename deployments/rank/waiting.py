@@ -21,7 +21,7 @@ from configs.engine import EngineConfig
 from configs.env import RANK_ENVIRONMENT, visible_gpus
 from configs.observability import LogFormat
 from deployments.rank.actor import RankActor
-from deployments.rank.ahead import Expected, digest_of, loads_ahead
+from deployments.rank.ahead import Expected, digest_of
 from deployments.rank.processes import this_process
 from deployments.rank.standby import Detached, Known, expect
 from sources.model import local_folder
@@ -78,7 +78,7 @@ def start_ahead(
     if not (fits and engine.recovery.wants_standby(on_gpu) and this_process().started):
         return
     gpus: list[tuple[str, ...]] = [()] * size
-    whole = loads_ahead(on_gpu) and (not on_gpu or size == num_gpus_here() == len(gpus_here()))
+    whole = not on_gpu or size == num_gpus_here() == len(gpus_here())
     if whole and on_gpu:
         gpus = [(gpu,) for gpu in gpus_here()]
     detached = Detached(secrets.token_hex(8), None, _AHEAD_S)

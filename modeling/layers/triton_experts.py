@@ -87,9 +87,8 @@ PROMPT_CUTS = (
 """Of more tokens than CUTS have, as measured with the same experts. Of more pairs an expert than
 these have, a library's grouped products were not compared."""
 
-DELTA_TILES_FROM: int | None = None
-"""Tokens of a step from which deltas are computed tile by tile instead of pair by pair. None: in no
-step, until they were compared on a GPU."""
+DELTA_TILES_FROM = 129
+"""Tokens of a step from which deltas are computed tile by tile instead of pair by pair."""
 
 LEAST = 32
 """Of which an expert's sizes are multiples: smaller tiles are too slow."""
@@ -203,7 +202,7 @@ def _by_expert(
     out = torch.empty(tokens * active, hidden, dtype=x.dtype, device=x.device)
     pdl = has_dependent_launch(x.device)
     kinds = (x.device, x.dtype, shares.dtype, ids.dtype, tokens % 16 == 0, tokens == 1)
-    has_tiles = DELTA_TILES_FROM is not None and tokens >= DELTA_TILES_FROM
+    has_tiles = tokens >= DELTA_TILES_FROM
     by_tile, by_pair = (deltas, None) if has_tiles else (None, deltas)
     added = enter_pairs(x, ids, counts, table, by_pair)
     tiles, programs = _tiles(cut, counts, tokens, active)

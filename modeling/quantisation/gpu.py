@@ -10,7 +10,7 @@ from torch.nn.functional import ScalingType, scaled_mm
 from modeling.quantisation import triton, triton_integers, triton_product
 from modeling.quantisation.activations import BLOCK
 from modeling.quantisation.base import LEAST_CHUNK
-from modeling.quantisation.triton_tiled_integers import MOST_TILED, tiled_cut, tiled_product
+from modeling.quantisation.triton_tiled_integers import tiled_cut, tiled_product
 from modeling.triton_integer_tiles import CUTS
 from modeling.triton_tiles import FP8_CUTS, cut_of
 from sharding.linear_weight import Operands
@@ -81,13 +81,14 @@ def integers(operands: Operands, bias: Tensor | None, out: Tensor | None) -> Ten
     x, codes, groups = operands.x, operands.weight, operands.groups
     assert groups is not None
     outputs, inputs = codes.shape[1], x.shape[1]
-    most = max(CUTS[-1].rows, MOST_TILED)
-    if len(x) <= most and inputs // len(codes) >= LEAST_CHUNK:
+    own = replace(operands, x=x.contiguous())
+    is_few = len(x) <= CUTS[-1].rows
+    cut = None if is_few else tiled_cut(own)
+    if (is_few or cut) and inputs // len(codes) >= LEAST_CHUNK:
         y = x.new_empty(len(x), outputs) if out is None else out
-        own = replace(operands, x=x.contiguous())
-        if len(x) <= CUTS[-1].rows:
+        if cut is None:
             return triton_integers.integer_product(own, bias, y)
-        return tiled_product(own, bias, y, tiled_cut(len(x)))
+        return tiled_product(own, bias, y, cut)
     weight = torch.empty(outputs, inputs, dtype=x.dtype, device=x.device)
     triton_integers.dequantise(codes, groups, weight)
     y = F.linear(x, weight, bias)

@@ -118,7 +118,7 @@ def integer_product(operands: Operands, bias: Tensor | None, y: Tensor) -> Tenso
     x, codes, groups = operands.x, operands.weight, operands.groups
     assert groups is not None
     (rows, inputs), (chunks, outputs, _) = x.shape, codes.shape
-    found = rows_cut(rows, groups)
+    found = rows_cut(rows, groups, inputs, outputs)
     if found is None:
         launch, cut = _launch_integers, cut_of(CUTS, rows)
         assert cut is not None, rows

@@ -59,17 +59,22 @@ class TiledCut:
         return shares
 
 
-TILED_CUTS = (
-    TiledCut(128, 128, 128, 4, 3, blocks=200),
-    TiledCut(256, 128, 128, 4, 3, blocks=200),
-    TiledCut(512, 128, 128, 4, 3, blocks=200),
-    TiledCut(2**31, 128, 256, 8, 4, blocks=1),
-)
-"""Not compared with others yet."""
+_WIDE, _NARROW = (128, 256, 8, 3, 132), (64, 128, 4, 3, 400)
 
-MOST_TILED = 64
-"""Tokens up to which these products are computed; beyond it numbers are made and multiplied by a
-library. At 64 none is: they were compiled and interpreted, but not compared on a GPU yet."""
+TILED_CUTS = {
+    "wide": (TiledCut(128, *_WIDE), TiledCut(192, *_NARROW), TiledCut(512, *_WIDE)),
+    "long": (
+        TiledCut(128, *_NARROW),
+        TiledCut(256, *_WIDE),
+        TiledCut(384, *_NARROW),
+        TiledCut(512, *_WIDE),
+    ),
+    "small": (TiledCut(256, *_NARROW),),
+}
+"""As measured on an H200: of at least MANY outputs, else of at least MANY inputs, and of others. A
+library is as fast for more tokens, and faster for codes that stand for other numbers."""
+
+MANY = 8192
 
 
 def _assembly(dtype: torch.dtype, has_table: bool) -> dict[str, str]:
@@ -170,9 +175,10 @@ def _tiled(
     word = tl.arange(0, WORDS)
     start = tile * ROWS
     inside, live = n < num_outputs, start + m < num_rows
-    # Outputs and tokens beyond the last are computed as it is, and not stored.
+    # What lies beyond the last output or token is computed as another is, and not stored. Tokens
+    # take turns: many programs that read the same one wait for each other.
     row = tl.minimum(n, num_outputs - 1)
-    token = tl.minimum(start + m, num_rows - 1)
+    token = (start + m) % num_rows
     first = share * (TOTAL // SHARES)
     step = num_outputs.to(tl.int64) * WORDS
     w_rows = codes + first * step + row * WORDS
@@ -222,9 +228,14 @@ def _tiled(
 _launch_tiled = Launcher(_tiled)
 
 
-def tiled_cut(rows: int) -> TiledCut:
-    """Return how a product of so many tokens is cut."""
-    return next(cut for cut in TILED_CUTS if rows <= cut.rows)
+def tiled_cut(operands: Operands) -> TiledCut | None:
+    """Return how a product is cut; None where numbers are made for a library's."""
+    (rows, inputs), (_, outputs, _) = operands.x.shape, operands.weight.shape
+    assert operands.groups is not None
+    if operands.groups.table is not None:
+        return None
+    form = "wide" if outputs >= MANY else "long" if inputs >= MANY else "small"
+    return next((cut for cut in TILED_CUTS[form] if rows <= cut.rows), None)
 
 
 def tiled_product(operands: Operands, bias: Tensor | None, y: Tensor, cut: TiledCut) -> Tensor:

@@ -17,7 +17,7 @@ from modeling.adapters.bank import (
     page_bytes,
 )
 from modeling.adapters.kernels.select import select_kernel
-from modeling.adapters.linear import base_linears
+from modeling.adapters.linear import adapted_linears, base_linears
 from modeling.adapters.norms import AdaptedNorms
 from modeling.adapters.projection import WHOLE_KINDS, ProjectionKind
 from modeling.adapters.score import ScoreHeads
@@ -27,6 +27,7 @@ from modeling.attention.kv_layout import KvLayout, allocate_blocks
 from modeling.attention.select import select_attention, select_checking
 from modeling.models.base import PagedModel
 from modeling.models.eagle3 import Eagle3Heads
+from modeling.quantisation.integers import IntegerWeight
 from modeling.runner.block_tables import BatchSize
 from modeling.runner.cache import choose_cache
 from modeling.runner.captures import GraphSizes, StepGraphs, capture, graph_sizes_of
@@ -55,7 +56,7 @@ from modeling.runner.memory import (
 from modeling.runner.paged import ModelRunner, PagedParts, StepBuffers
 from modeling.runner.report import RunnerReport
 from modeling.runner.shared import LoadedRunner, on_device
-from modeling.runner.warmup import warmup_batches, widest_step
+from modeling.runner.warmup import INTEGER_TOKENS, warmup_batches, widest_step
 from modeling.sampling.grammars import Grammars
 from modeling.sampling.prompt_scores import PromptReader
 from modeling.transfer import StepClock
@@ -341,7 +342,10 @@ class LoadedPaged(LoadedRunner):
         """Run steps for every kernel, all of them in the dummy block."""
         slots = [-1] if self.parts.adapter_plan is None else [-1, 0]
         most = self.parts.config.limits.max_step_tokens
-        batches = list(warmup_batches(self.parts.size, most, dummy_block, slots))
+        linears = adapted_linears(cast(nn.Module, self.parts.weights.model))
+        has_integers = any(isinstance(each.base.stored, IntegerWeight) for each in linears)
+        more = INTEGER_TOKENS if has_integers else ()
+        batches = list(warmup_batches(self.parts.size, most, dummy_block, slots, more))
         guesses, guessing = self.parts.draft_heads or 0, self.parts.config.speculation.max_running
         for batch in counted("warm-up steps, with what they compile", batches):
             own = guesses if len(batch.rows) <= guessing else 0

@@ -23,6 +23,9 @@ PENALISED = Sampling(repetition_penalty=1.1)
 TOKENS = (64, 512)
 """Tokens of warm-up steps beside the most: kernels differ for few, some and many tokens."""
 
+INTEGER_TOKENS = (128, 192, 256, 384)
+"""Tokens of more of them where weights are integers, by whose kernels (`TILED_CUTS`)."""
+
 
 def widest_step(
     size: BatchSize, max_step_tokens: int, speculation: SpeculationConfig
@@ -43,13 +46,18 @@ def widest_step(
 
 
 def warmup_batches(
-    size: BatchSize, max_step_tokens: int, dummy_block: int, slots: Sequence[int]
+    size: BatchSize,
+    max_step_tokens: int,
+    dummy_block: int,
+    slots: Sequence[int],
+    more: Sequence[int] = (),
 ) -> Iterator[ForwardBatch]:
     """Steps of few, some and most tokens for each adapter slot: prefill, then mixed with decode.
 
-    All rows read and write the dummy block, so the results mean nothing.
+    All rows read and write the dummy block, so the results mean nothing. more: tokens of more of
+    them.
     """
-    counts = sorted({min(n, max_step_tokens) for n in (*TOKENS, max_step_tokens)})
+    counts = sorted({min(n, max_step_tokens) for n in (*TOKENS, *more, max_step_tokens)})
     for tokens in counts:
         longest = size.max_total_tokens - 1
         num_rows = min(max(2, -(-tokens // longest)), size.max_running, tokens)

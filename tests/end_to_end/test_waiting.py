@@ -10,7 +10,6 @@ from ray.util.placement_group import PlacementGroup, placement_group
 
 from configs.engine import EngineConfig
 from configs.observability import LogFormat
-from deployments.rank import ahead
 from deployments.rank.ahead import Expected, digest_of
 from deployments.rank.group import RayRanks
 from deployments.rank.messages import MeasuredMemory, StoreAddress
@@ -71,10 +70,7 @@ def test_a_driver_takes_the_process_of_a_rank_and_says_its_gpu() -> None:
 
 
 @pytest.mark.usefixtures("node")
-def test_ranks_that_need_all_gpus_have_them_before_their_driver_comes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(ahead, "LOADS_ON_GPUS", True)
+def test_ranks_that_need_all_gpus_have_them_before_their_driver_comes() -> None:
     start_ahead(engine(tensor_parallel=2), [ON_GPU] * 2, TEXT)
     wait_for(lambda: waiting(2) == [[0, 1]])
     [group] = waiting_groups(2, TEXT)

@@ -102,7 +102,7 @@ def _integers(
 ) -> None:
     (chunks, outputs, _), rows, groups = operands.weight.shape, len(y), operands.groups
     assert groups is not None
-    found = rows_cut(rows, groups)
+    found = rows_cut(rows, groups, shrink.x.shape[1], outputs)
     if found is None:
         kernel, cut = integer_product_kernel, cut_of(CUTS, rows)
         assert cut is not None, (rows, form)

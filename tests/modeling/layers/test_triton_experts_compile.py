@@ -23,7 +23,7 @@ TYPES = {
     torch.int64: "*i64",
 }
 HIDDEN, INNER, EXPERTS, LAYERS, POOL = 2048, 768, 32, 2, 64
-STEPS: list[tuple[int, int | None]] = [(tokens, None) for tokens in (1, 4, 16, 256, 512)]
+STEPS: list[tuple[int, int]] = [(tokens, 5000) for tokens in (1, 4, 16, 256, 512)]
 STEPS += [(tokens, tokens) for tokens in (64, 256, 512, 1024)]
 """Tokens of steps, and from how many on deltas are computed tile by tile."""
 

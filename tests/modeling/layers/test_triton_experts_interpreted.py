@@ -110,14 +110,14 @@ def delta(x: Tensor, table: Tensor, pool: tuple[Tensor, Tensor], slot: int, expe
     return added
 
 
-@pytest.mark.parametrize("tiles_from", [None, 3])
+@pytest.mark.parametrize("tiles_from", [5000, 3])
 @pytest.mark.parametrize(("tokens", "active", "is_tiled"), STEPS)
 def test_experts_adapted(
     monkeypatch: pytest.MonkeyPatch,
     tokens: int,
     active: int,
     is_tiled: bool,
-    tiles_from: int | None,
+    tiles_from: int,
 ) -> None:
     """Within bounds; tiles_from: tokens whose deltas are computed by tiles."""
     kernels = interpreted(monkeypatch, is_tiled)

@@ -106,22 +106,27 @@ def test_programs_share_inputs(form: str, shape: tuple[int, int], cut: Cut) -> N
         assert torch.equal(found, product(weight, x, cut, blocks=500))
 
 
+@pytest.mark.parametrize("shape", [(OUTPUTS, INPUTS), (200, 8192), (8200, 512)], ids=str)
 @pytest.mark.parametrize("form", FORMS)
-def test_steps_take_them(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Up to the bound, into memory of the caller too, of x that does not lie in one piece."""
-    from modeling.quantisation import gpu
+def test_steps_take_them(form: str, shape: tuple[int, int]) -> None:
+    """Where they have a cut, into memory of the caller too, of x that is not in one piece."""
     from modeling.quantisation.triton_tiled_integers import tiled_cut, tiled_product
 
-    monkeypatch.setattr(gpu, "MOST_TILED", 1024)
-    weight = FORMS[form](torch.bfloat16)
-    bias = torch.linspace(-1, 1, OUTPUTS, device="cuda").to(torch.bfloat16)
-    for rows in (65, 128, 129, 256, 300, 513, 1024):
-        x = torch.randn(rows, 2 * INPUTS, device="cuda").to(torch.bfloat16)[:, :INPUTS]
-        wanted = torch.empty(rows, OUTPUTS, dtype=torch.bfloat16, device="cuda")
-        tiled_product(weight.operands(x.contiguous()), bias, wanted, tiled_cut(rows))
+    outputs, inputs = shape
+    weight = FORMS[form](torch.bfloat16, *shape)
+    bias = torch.linspace(-1, 1, outputs, device="cuda").to(torch.bfloat16)
+    cuts = 0
+    for rows in (65, 128, 129, 192, 256, 300, 384, 512, 513):
+        x = torch.randn(rows, 2 * inputs, device="cuda").to(torch.bfloat16)[:, :inputs]
+        operands = weight.operands(x.contiguous())
+        wanted = weight(x, bias)
         numbers = F.linear(x.float(), weight[:].float(), bias.float())
         assert off(wanted, numbers) < BOUND
-        out = torch.empty(rows, OUTPUTS + 16, dtype=torch.bfloat16, device="cuda")[:, :OUTPUTS]
-        assert torch.equal(weight(x, bias), wanted)
+        if (cut := tiled_cut(operands)) is not None:
+            cuts += 1
+            tiled = torch.empty(rows, outputs, dtype=torch.bfloat16, device="cuda")
+            assert torch.equal(tiled_product(operands, bias, tiled, cut), wanted)
+        out = torch.empty(rows, outputs + 16, dtype=torch.bfloat16, device="cuda")[:, :outputs]
         assert weight(x, bias, out) is out
         assert torch.equal(out, wanted)
+    assert bool(cuts) == (weight.table is None)

@@ -6,6 +6,7 @@ assembly: what it does is written out here. Nor does it multiply bfloat16.
 
 import os
 import re
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -162,7 +163,10 @@ def test_programs_share_inputs(tiled: Any, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_shares_fit_the_memory_of_sums() -> None:
     module = pytest.importorskip("modeling.quantisation.triton_tiled_integers")
-    for cut in (*module.TILED_CUTS, module.TiledCut(4096, 64, 64, 4, 3, blocks=2**20)):
+    for cut in (
+        *chain(*module.TILED_CUTS.values()),
+        module.TiledCut(4096, 64, 64, 4, 3, blocks=2**20),
+    ):
         for outputs in (64, 1000, 4096, 28672):
             shares = cut.shares(outputs, 112)
             programs = -(-outputs // cut.outputs) * -(-cut.rows // cut.tile)
