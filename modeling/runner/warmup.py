@@ -24,7 +24,7 @@ TOKENS = (64, 512)
 """Tokens of warm-up steps beside the most: kernels differ for few, some and many tokens."""
 
 INTEGER_TOKENS = (128, 192, 256, 384)
-"""Tokens of more of them where weights are integers, by whose kernels (`TILED_CUTS`)."""
+"""Tokens of more of them where weights are integers: their kernels differ (`TILED_CUTS`)."""
 
 
 def widest_step(
