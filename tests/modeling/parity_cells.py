@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from tests.checkpoints_stacks import STACKS
 from tests.modeling import test_parity_activated as activated
 from tests.modeling import test_parity_experts as experts
+from tests.modeling import test_parity_generic as generic
 from tests.modeling import test_parity_scores as scores
 from tests.modeling.kinds import KINDS, MODELS, WHOLE_LINEARS, Model
 from tests.modeling.parity import BASE, WHOLE, Setting, World, compare
@@ -81,3 +83,12 @@ def test_whole_experts(world: World, variant: str, ranks: int) -> None:
 def test_what_peft_converts_over_whole_experts(world: World) -> None:
     names = [BASE, "trained", "modules", "joined", "shared", "few"]
     compare(world, Setting("converted", "qwen3_moe", 2, names, spread=True))
+
+
+SUITE = {str(each.values[0]) for each in generic.LARGER}
+
+
+@pytest.mark.parametrize("variant", [variant for variant in STACKS if variant not in SUITE])
+def test_text_of_larger_models(world: World, variant: str) -> None:
+    """Of those that the suite has no time for."""
+    generic.compare_stack(world, variant)
