@@ -29,7 +29,7 @@ from tests.checkpoints import (
     write_llama,
     write_relative,
 )
-from tests.checkpoints_experts import EXPERT_ADAPTERS, converted
+from tests.checkpoints_experts import EXPERT_ADAPTERS, converted, write_mixture
 from tests.checkpoints_generic import (
     GENERIC_ADAPTERS,
     GENERIC_ENDS,
@@ -270,7 +270,7 @@ FAMILIES: dict[str, Family] = {
     "vocabulary_relative": Family(write_relative, VOCABULARY_ADAPTERS),
     "generic": Family(write_generic, GENERIC_ADAPTERS),
     "mixers": Family(write_generic, MIXER_ADAPTERS),
-    "mixture": Family(write_generic, EXPERT_ADAPTERS),
+    "mixture": Family(write_mixture, EXPERT_ADAPTERS),
     "headless": Family(write_headless, EXPERT_ADAPTERS),
     "converted": Family(write_generic, converted("qwen3_moe")),
     "converted_mixtral": Family(write_generic, converted("mixtral")),

@@ -24,6 +24,7 @@ from modeling.runner.loading import load_model
 from sharding.group import LoneRank, SingleRank
 from sharding.tensor_file import TensorFile
 from tests.checkpoints import load_oracle, oracle_logits
+from tests.checkpoints_experts import WIDER
 from tests.checkpoints_generic import MIXTURES, write_generic
 from tests.modeling.parity import BASE, Setting, World, compare, engine_config, expect_mismatch
 
@@ -74,6 +75,11 @@ def test_experts_of_which_some_are_named_in_full_are_refused(tmp_path: Path) -> 
 def test_experts(world: World, variant: str, ranks: int) -> None:
     """Base and adapters in one batch; everything: attention, experts, shared ones and router."""
     compare(world, Setting("mixture", variant, ranks, [*NAMES, *MORE.get(variant, [])]))
+
+
+@pytest.mark.parametrize("variant", WIDER)
+def test_more_types(world: World, variant: str) -> None:
+    compare(world, Setting("mixture", variant, 2, [*NAMES, "router", "down", "r8"]))
 
 
 @pytest.mark.parametrize(("variant", "ranks"), [*FEW_SPREAD, ("six_experts", 4)])

@@ -45,15 +45,17 @@ from sharding.slicing import spread_experts
 
 ON_GPUS = frozenset(
     (
-        "deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss", "granitemoe", "mixtral", "olmoe",
-        "phimoe", "qwen2_moe", "qwen3_moe",
+        "afmoe", "axk1", "cohere2_moe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe",
+        "exaone_moe", "flex_olmo", "gemma4_text", "glm4_moe", "glm4_moe_lite", "gpt_oss",
+        "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "hunyuan_v1_moe",
+        "kimi_linear", "lfm2_moe", "mellum", "minimax_m2", "minimax_m3_vl_text", "mixtral",
+        "nemotron_h", "olmoe", "phimoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next",
+        "solar_open",
     )
 )  # fmt: skip
 """Types that take adapters of experts and routers on a GPU, where they were compared."""
 
-DELTAS_BY_KERNELS = frozenset(
-    ("deepseek_v3", "glm4_moe", "gpt_oss", "granitemoe", "mixtral", "phimoe", "qwen3_moe")
-)
+DELTAS_BY_KERNELS = ON_GPUS
 """Types of which kernels multiply adapters of experts on a GPU, in captured steps and in others,
 where they were compared."""
 

@@ -98,7 +98,7 @@ OWN: dict[str, dict[str, Any]] = {
         "moe_shared_expert_intermediate_size": 24, "num_hidden_layers": 4,
     },
     "lfm2": {"layer_types": ["conv", "full_attention"], "block_multiple_of": 8},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "gemma3n_text": {
         "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2,
         "num_kv_shared_layers": 2, "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
@@ -146,10 +146,11 @@ def kinds() -> list[str]:
     return list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def tiny_config(kind: str, variant: str = "plain") -> PreTrainedConfig:
+def tiny_config(kind: str, variant: str = "plain", **changes: Any) -> PreTrainedConfig:
     """A small config of a kind; whatever its class raises when it cannot be small.
 
-    variant: "longrope" and "dynamic" give it rotary frequencies of that type.
+    variant: "longrope" and "dynamic" give it rotary frequencies of that type. changes: of what
+    kinds have.
     """
     config_class: Any = CONFIG_MAPPING[kind]
     usual = config_class()
@@ -160,7 +161,7 @@ def tiny_config(kind: str, variant: str = "plain") -> PreTrainedConfig:
     named = (getattr(config_class, key, None) for key in ("layer_types", "layers_block_type"))
     if types and not any(isinstance(each, property) for each in named):
         fields["layer_types"] = (list(dict.fromkeys(types)) * 2)[:2]
-    config: PreTrainedConfig = config_class(**{**fields, **ENDS, **OWN.get(kind, {})})
+    config: PreTrainedConfig = config_class(**{**fields, **ENDS, **OWN.get(kind, {}), **changes})
     if variant != "plain":
         config = _with_rope(config, variant)
     return config
