@@ -86,7 +86,7 @@ def run(
 ) -> tuple[list[Answer], Batch]:
     """Base and adapters in one batch, and what the oracle says."""
     family = "mixture" if variant in MIXTURES or names is not NAMES else "generic"
-    family = "mixers" if variant in RECURRENT else family
+    family = "mixers" if variant in RECURRENT and names is NAMES else family
     told = batch(world, family, variant, names)
     settings = ModelConfig(id=str(told.model), dtype=dtype)
     # FlashInfer compiles a kernel for each family, which says nothing of experts.
@@ -99,7 +99,7 @@ def run(
     assert bool(runner.report.captured_rows) == is_captured
     poison(runner)
     place_all(runner, told.adapters)
-    replays = is_captured and variant in RECURRENT
+    replays = is_captured and family == "mixers"
     with counted_replays(runner, 16) if replays else nullcontext():
         return generate(runner, told.asked, NUM_BLOCKS, BLOCK_SIZE), told
 

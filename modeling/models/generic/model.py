@@ -329,8 +329,8 @@ def _unread_layers(architecture: GenericArchitecture) -> tuple[str, ...]:
 
 def _groups_can_be_captured(causal: PreTrainedModel, dtype: torch.dtype) -> bool:
     """Whether no product of groups reads their sizes on the host; only half precision does not."""
-    # Kernels of ours multiply what is stored.
-    others = (each for each in causal.modules() if not isinstance(each, StoredMatrices))
+    # Kernels of ours multiply what is stored, and a convolution's weights are no matrices.
+    others = (e for e in causal.modules() if not isinstance(e, StoredMatrices | nn.Conv1d))
     numbers = (each for module in others for each in module.parameters(recurse=False))
     stacked = [each for each in numbers if each.is_floating_point() and each.dim() == 3]
     is_half = dtype is not torch.float32
