@@ -46,6 +46,9 @@ class StepRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     rope_set: the table of rotary frequencies for these positions; see configs/rope_sets.py.
     drafts: guessed tokens of the row's last positions. The row samples at each of them too, and
     at the position before them; the samples are right up to the first that is not the draft's.
+    follows: -1; or the row continues what its batch slot samples in the step before, before the
+    scheduler knows that. Then start .. start + length - 1 are the positions that it may reach, and
+    its draft is up to so many of that step's guesses; see `settled`.
     """
 
     batch_slot: int
@@ -55,17 +58,54 @@ class StepRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     samples: bool
     rope_set: int = 0
     drafts: tuple[int, ...] = ()
+    follows: int = -1
 
     @property
     def num_samples(self) -> int:
-        """How many tokens the row samples."""
+        """How many tokens the row samples; of a row that follows only once it is settled."""
         return self.samples + len(self.drafts)
 
 
 def num_right(drafts: Sequence[int], sampled: Sequence[int]) -> int:
     """How many tokens of a draft are right: those before the first that was not sampled."""
-    pairs = enumerate(zip(drafts, sampled, strict=False))
-    return next((at for at, (draft, token) in pairs if draft != token), len(drafts))
+    count = 0
+    for draft, token in zip(drafts, sampled, strict=False):
+        if draft != token:
+            break
+        count += 1
+    return count
+
+
+def settled(
+    rows: Sequence[StepRow],
+    before: Sequence[StepRow],
+    tokens: Sequence[int],
+    guesses: Sequence[Sequence[int]] | None,
+) -> list[StepRow]:
+    """A step's rows once the step before it is known: those that follow get start and draft.
+
+    before, tokens, guesses: the settled rows of the step before, and its result. A row that
+    follows begins with the last right sample of its batch slot. Its draft ends one position before
+    its last one: there a row begins that follows a draft up to the answer's end, in vain.
+    """
+    found: dict[int, tuple[int, Sequence[int]]] = {}
+    first = 0
+    for index, row in enumerate(before):
+        num_drafts = len(row.drafts)
+        right = num_right(row.drafts, tokens[first : first + num_drafts])
+        start = row.start + row.length - num_drafts + right
+        found[row.batch_slot] = (start, guesses[index] if guesses else ())
+        first += num_drafts + row.samples
+    known = list(rows)
+    for index, row in enumerate(rows):
+        if row.follows >= 0:
+            start, guessed = found[row.batch_slot]
+            room = row.start + row.length - start - 2
+            drafts = tuple(guessed[: max(0, min(row.follows, room))])
+            known[index] = StepRow(
+                row.batch_slot, start, 1 + len(drafts), [], True, row.rope_set, drafts
+            )
+    return known
 
 
 class AdapterLoad(msgspec.Struct, frozen=True, array_like=True):
