@@ -23,7 +23,7 @@ from modeling.adapters.vocabulary import (
 from modeling.attention.base import AttentionBackend
 from modeling.attention.clamping import ClampWatch
 from modeling.attention.kv_layout import KvLayout
-from modeling.batch import ForwardBatch, StepOutput
+from modeling.batch import ForwardBatch, Known, StepOutput
 from modeling.models.context import StateRows
 from modeling.models.medusa import MedusaHeads
 from modeling.runner.block_tables import Ints
@@ -150,7 +150,7 @@ class ModelRunner(BaseRunner):
         self._graphs = graphs
         self._decode_graphs, self._piecewise_graphs = graphs.decode, graphs.mixed
         self._checked_graphs = graphs.checked
-        self._last: tuple[Sequence[StepRow], StepOutput] | None = None
+        self._last: tuple[list[StepRow], Known | None] = ([], None)
         self.num_steps = 0
         self.num_captured = 0
 
@@ -164,8 +164,7 @@ class ModelRunner(BaseRunner):
         with on_device(self._device):
             batch = replace(batch, rows=self._settled(batch.rows))
             output = self._launch(batch)
-            if self._parts.draft_heads is not None:
-                self._last = batch.rows, output
+            self._last = batch.rows, output.known
             return output
 
     def _settled(self, rows: list[StepRow]) -> list[StepRow]:
@@ -174,10 +173,9 @@ class ModelRunner(BaseRunner):
         if not following:
             return rows
         self._input_batch.append_blocks(following)
-        assert self._last is not None, "rows follow guesses, and nothing guesses"
-        before, output = self._last
-        found = output.wait()
-        return settled(rows, before, found.tokens, found.guesses)
+        before, known = self._last
+        assert known is not None, "no step before"
+        return settled(rows, before, *known())
 
     def _launch(self, batch: ForwardBatch) -> StepOutput:
         """Launch a step of settled rows."""
