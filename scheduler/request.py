@@ -74,8 +74,6 @@ class Request:
     has_heads: whether the ranks have heads that guess its tokens, as far as is known.
     num_guessed: how many guesses of heads its last row that samples brings.
     guesses: what heads guessed behind its last token; () while that is in flight.
-    follows: its last row follows the one before, which is in flight: what it names is counted once
-    that one is applied, and the request has no other row until then.
     skipped: the indices of generated tokens that came as a draft's, behind another of their step.
     """
 
@@ -124,7 +122,6 @@ class Request:
     has_heads: bool = field(default=True, init=False)
     num_guessed: int = field(default=0, init=False)
     guesses: tuple[int, ...] = field(default=(), init=False)
-    follows: bool = field(default=False, init=False)
     skipped: list[int] = field(default_factory=list, init=False)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list, init=False)
     embedding: bytes = field(default=b"", init=False)
@@ -256,7 +253,6 @@ class Request:
         self.status = Status.WAITING
         self.computed = self.scheduled = self.pending = self.in_flight = self.registered = 0
         self.covered, self.batch_slot, self.drafts, self.guesses = 0, -1, (), ()
-        self.num_guessed, self.follows = 0, False
         self.tables, self.freed = [], []
         self.discards_samples = False
 

@@ -79,8 +79,6 @@ class RunningRequests:
         self._preempt_outgrown()
         longer, own = [], []
         for request in self.members:
-            if request.follows:
-                continue
             ahead = len(request.tokens) + request.pending - request.scheduled
             if ahead > 1:
                 longer.append(request)

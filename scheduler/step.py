@@ -104,7 +104,6 @@ class StepBuilder:
         self.budget -= 1 + most
         self.tokens += 1 + most
         request.in_flight += 1
-        request.follows = True
 
     def settle(self, before: "StepBuilder", result: StepResult) -> None:
         """The step before this one was applied: count what the rows behind its rows name."""
@@ -116,7 +115,6 @@ class StepBuilder:
             fewer = self.rows[index].follows + 1 - row.length
             self.tokens -= fewer
             self.generating -= fewer
-            request.follows = False
             if request.takes(row.start):
                 assert (row.start, request.pending) == (request.scheduled, 0), request.id
                 request.scheduled += row.length

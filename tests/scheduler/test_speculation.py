@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis.strategies import sampled_from
 from msgspec.structs import replace as with_fields
 
+from configs.rope_sets import RopeSets
 from configs.wire.plan import Capacity, StepPlan, StepResult, StepRow
 from configs.wire.sampling import FinishReason, Sampling, Stopping
 from scheduler import speculation
@@ -56,8 +57,11 @@ class World:
         prompt: Sequence[int] = PROMPT,
         num_blocks: int = 100,
         steps_ahead: int = 2,
+        rope_sets: RopeSets | None = None,
     ) -> None:
-        capacity = Capacity(num_blocks, 4, (), 0, 1, 0, 100, draft_heads=draft_heads)
+        capacity = Capacity(
+            num_blocks, 4, (), 0, 1, 0, 100, draft_heads=draft_heads, rope_sets=rope_sets
+        )
         limits = Limits(
             max_draft_tokens=max_draft_tokens, max_drafting=max_drafting, steps_ahead=steps_ahead
         )

@@ -4,12 +4,14 @@ from collections.abc import Sequence
 
 import pytest
 
+from configs.rope_sets import LONG, SHORT, RopeSets
 from configs.wire.plan import StepPlan, StepRow, settled
-from configs.wire.sampling import FinishReason
+from configs.wire.sampling import FinishReason, Sampling, Stopping
 from scheduler import speculation
 from scheduler.admission.limits import Limits
 from scheduler.draft_costs import DraftCosts
 from scheduler.events import ClientCancelled, Ended
+from scheduler.request import Request
 from tests.scheduler.test_speculation import World
 
 
@@ -19,9 +21,10 @@ def with_heads(
     num_blocks: int = 100,
     steps_ahead: int = 2,
     prompt: Sequence[int] = range(1, 6),
+    rope_sets: RopeSets | None = None,
 ) -> World:
     """A prompt has nothing to draft from: all drafts are guesses."""
-    return World(max_drafting, max_draft_tokens, 3, prompt, num_blocks, steps_ahead)
+    return World(max_drafting, max_draft_tokens, 3, prompt, num_blocks, steps_ahead, rope_sets)
 
 
 def follows(plan: StepPlan) -> list[int]:
@@ -50,6 +53,18 @@ def test_a_row_follows_one_whose_samples_and_guesses_are_in_flight() -> None:
     world.apply(third, 20, 21, 22, 23, guesses=[[30, 31, 32]])
     assert request.tokens[9:] == [20, 21, 22, 23]
     assert request.drafter.num_drafted == 6
+
+
+def test_a_step_has_the_tokens_of_its_settled_rows() -> None:
+    """They say what its tokens cost; how many there will be at most is known before."""
+    world = with_heads()
+    world.add()
+    first, _ = world.plan(), world.plan()
+    [_, step] = world.scheduler._flights
+    assert (step.tokens, step.generating, step.budget) == (4, 4, 2048 - 4)
+    assert step.waits, "what it takes is none of a series"
+    world.apply(first, 10, guesses=[[11]])
+    assert (step.tokens, step.generating) == (2, 2)
 
 
 def test_a_settled_row_begins_behind_the_right_samples() -> None:
@@ -193,8 +208,31 @@ def test_a_row_waits_where_blocks_hold_not_all_that_it_may_reach() -> None:
     third = world.plan()
     world.apply(second, 11, 99, 12, guesses=[[15, 16, 17]])
     world.apply(third, 50, guesses=[[]])
+    world.scheduler.add(Request(("r", 2), [50], Sampling(), Stopping(2)), 0.0)
+    fourth = world.plan()
+    assert [row.start for row in fourth.rows] == [8, 0]
+    assert fourth.rows[0].drafts == (11, 12, 13), "the first request has ended"
+    assert requests[1].covered == requests[1].scheduled == 12
+    fifth = world.plan()
+    assert [row.batch_slot for row in fifth.rows] == [fourth.rows[1].batch_slot], "none is left"
+
+
+def test_a_row_that_follows_has_one_rope_set() -> None:
+    """Keys of positions from 12 on take the other one: no draft reaches over that."""
+    world = with_heads(rope_sets=RopeSets(12, False), prompt=range(1, 9))
+    request = world.add()
+    first, second = world.plan(), world.plan()
+    [row] = second.rows
+    assert (row.rope_set, row.start + row.length) == (SHORT, 12)
+    world.apply(first, 10, guesses=[[11, 12, 13]])
+    assert request.drafts == (11, 12)
+    third = world.plan()
+    [row] = third.rows
+    assert (row.rope_set, row.start + row.length) == (SHORT, 12)
+    world.apply(second, 11, 12, 13, guesses=[[14, 15, 16]])
+    assert (request.drafts, request.scheduled) == ((), 12)
     [row] = world.plan().rows
-    assert (row.start, row.drafts) == (8, (11, 12, 13)), "the other one has ended"
+    assert (row.rope_set, row.start, row.follows) == (LONG, 12, 3)
 
 
 def test_requests_without_heads_run_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
