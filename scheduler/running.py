@@ -305,10 +305,11 @@ class RunningRequests:
         if self._rope is not None:
             end = min(end, first + self._rope.room(request.rope_set, first, end - first))
             rope_set = self._rope.at(request.rope_set, first)
+        wanted = end
         if end > request.covered:
             end = self._kv.reach(request, end)
         if end <= last:
-            self.stalled = True
+            self.stalled = wanted > last
             return
         blocks = self._kv.extend(request, end) if end > request.covered else []
         step.add_following(request, end - first, blocks, rope_set, most)
