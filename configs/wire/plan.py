@@ -66,11 +66,14 @@ class StepRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return self.samples + len(self.drafts)
 
 
-def num_right(drafts: Sequence[int], sampled: Sequence[int]) -> int:
-    """How many tokens of a draft are right: those before the first that was not sampled."""
+def num_right(drafts: Sequence[int], sampled: Sequence[int], first: int = 0) -> int:
+    """How many tokens of a draft are right: those before the first that was not sampled.
+
+    first: the index in `sampled` of the row's first sample.
+    """
     count = 0
-    for draft, token in zip(drafts, sampled, strict=False):
-        if draft != token:
+    for draft in drafts:
+        if draft != sampled[first + count]:
             break
         count += 1
     return count
@@ -84,28 +87,28 @@ def settled(
 ) -> list[StepRow]:
     """A step's rows once the step before it is known: those that follow get start and draft.
 
-    before, tokens, guesses: the settled rows of the step before, and its result. A row that
-    follows begins with the last right sample of its batch slot. Its draft ends one position before
-    its last one: there a row begins that follows a draft up to the answer's end, in vain.
+    before, tokens, guesses: the settled rows of the step before, and its result.
     """
     found: dict[int, tuple[int, Sequence[int]]] = {}
     first = 0
     for index, row in enumerate(before):
         num_drafts = len(row.drafts)
-        right = num_right(row.drafts, tokens[first : first + num_drafts])
+        right = num_right(row.drafts, tokens, first)
         start = row.start + row.length - num_drafts + right
         found[row.batch_slot] = (start, guesses[index] if guesses else ())
         first += num_drafts + row.samples
-    known = list(rows)
-    for index, row in enumerate(rows):
-        if row.follows >= 0:
-            start, guessed = found[row.batch_slot]
-            room = row.start + row.length - start - 2
-            drafts = tuple(guessed[: max(0, min(row.follows, room))])
-            known[index] = StepRow(
-                row.batch_slot, start, 1 + len(drafts), [], True, row.rope_set, drafts
-            )
-    return known
+    return [_settled(row, *found[row.batch_slot]) if row.follows >= 0 else row for row in rows]
+
+
+def _settled(row: StepRow, start: int, guesses: Sequence[int]) -> StepRow:
+    """Begin with the last right sample of the batch slot, at `start`.
+
+    The draft ends one position before the last one: there a row begins that follows a draft up to
+    its answer's end, in vain.
+    """
+    room = row.start + row.length - start - 2
+    drafts = tuple(guesses[: max(0, min(row.follows, room))])
+    return StepRow(row.batch_slot, start, 1 + len(drafts), [], True, row.rope_set, drafts)
 
 
 class AdapterLoad(msgspec.Struct, frozen=True, array_like=True):
