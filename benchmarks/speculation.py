@@ -22,7 +22,6 @@ from tempfile import TemporaryDirectory
 from typing import cast
 
 import torch
-from msgspec.structs import replace as with_fields
 from safetensors.torch import save_file
 from torch import nn
 
@@ -39,11 +38,12 @@ from configs.engine import (
     SpeculationKind,
 )
 from configs.model import LoadFormat, ModelConfig
-from configs.wire.plan import StepPlan, StepResult
+from configs.wire.plan import StepPlan
 from configs.wire.sampling import Sampling, Stopping
 from deployments.rank.host import capacity_of
 from deployments.rank.worker import step_result
 from modeling.batch import ForwardBatch, StepOutput
+from modeling.runner.guesses import GuessedRows
 from modeling.runner.load_paged import load_paged
 from modeling.runner.loading import pick_device
 from modeling.runner.paged import ModelRunner
@@ -103,7 +103,7 @@ class Serving:
     ) -> None:
         """right: the share of heads' guesses that stay right; seed: which ones."""
         self._runner = runner
-        self._right, self._random = right, random.Random(seed)
+        spoil_guesses(runner, right, seed)
         self._scheduler = Scheduler(limits, capacity_of(runner.report))
         self._flying: deque[tuple[StepPlan, StepOutput]] = deque()
         self.num_steps = 0
@@ -141,21 +141,30 @@ class Serving:
                 self.num_steps += 1
             if self._flying and (plan.empty or len(self._flying) == 2):
                 oldest, launched = self._flying.popleft()
-                result = self._spoiled(step_result(oldest, launched.wait(), 0.0))
+                result = step_result(oldest, launched.wait(), 0.0)
+                rows = self._scheduler._flights[0].rows
                 self._scheduler.apply(oldest, result, time.monotonic())
-                length = max((len(row.drafts) for row in oldest.rows), default=0)
+                length = max((len(row.drafts) for row in rows), default=0)
                 self._seconds[length].append(time.perf_counter() - self._landed)
                 self._landed = time.perf_counter()
 
-    def _spoiled(self, result: StepResult) -> StepResult:
-        """The result with some of its guesses made wrong."""
-        if result.guesses is None:
-            return result
-        guesses = [
-            [t if self._random.random() < self._right else t + 1 for t in row]
-            for row in result.guesses
-        ]
-        return with_fields(result, guesses=guesses)
+
+def spoil_guesses(runner: ModelRunner, right: float, seed: int) -> None:
+    """Make some of heads' guesses wrong, before rows follow them: this share stays right."""
+    noise = torch.Generator(runner._device).manual_seed(seed)
+
+    def spoiled(found: GuessedRows | None) -> GuessedRows | None:
+        if found is None:
+            return None
+        shape, device = found.tokens.shape, found.tokens.device
+        wrong = torch.rand(shape, generator=noise, device=device) >= right
+        return replace(found, tokens=found.tokens + wrong)
+
+    guess, drafts = type(runner)._guess, runner._drafts
+    runner._guess = lambda *given: spoiled(guess(runner, *given))  # type: ignore[method-assign]
+    if drafts is not None:
+        follow = type(drafts).follow
+        drafts.follow = lambda *given: spoiled(follow(drafts, *given))  # type: ignore[method-assign]
 
 
 def write_heads(folder: Path, width: int, count: int) -> Path:

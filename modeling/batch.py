@@ -43,11 +43,17 @@ class SampledTokens:
     guesses: list[list[int]] | None = None
 
 
+Known = Callable[[], tuple[list[int], list[list[int]] | None]]
+"""Blocks until a step's tokens, and its guesses by rows, are on the host."""
+
+
 @dataclass(frozen=True)
 class StepOutput:
     """A step that was launched; `wait()` blocks until its tokens are on the host.
 
     A runner may get the next batch before `wait()` is called on this one.
+    known: for rows that follow, which need no more than that; None of runners without guesses.
     """
 
     wait: Callable[[], SampledTokens] = field(repr=False)
+    known: Known | None = field(default=None, repr=False)

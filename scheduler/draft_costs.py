@@ -42,7 +42,8 @@ class DraftCosts:
         goes_on, self._ran, self._applied_at = not ran.isdisjoint(self._ran), ran, now
         # A step without drafts that begins behind the host's work is none of a series, nor is one
         # that has heads guess.
-        is_typical = step.draft_length > 0 or (step.planned < before and not step.guesses)
+        is_plain = step.planned < before and not step.waits and not step.guesses
+        is_typical = step.draft_length > 0 or is_plain
         if not goes_on or not is_typical or step.tokens != step.generating or now <= before:
             return
         key = _key(len(step.rows), step.draft_length)

@@ -72,7 +72,7 @@ class Request:
     discards_samples: what plans in flight still sample for it is dropped (matchers.py).
     drafter: finds its drafts. drafts: that of its last row, while a plan in flight checks it.
     has_heads: whether the ranks have heads that guess its tokens, as far as is known.
-    is_guessed: whether its last row that samples brings guesses of heads.
+    num_guessed: how many guesses of heads its last row that samples brings.
     guesses: what heads guessed behind its last token; () while that is in flight.
     skipped: the indices of generated tokens that came as a draft's, behind another of their step.
     """
@@ -120,7 +120,7 @@ class Request:
     drafter: Drafter = field(default_factory=Drafter, init=False)
     drafts: tuple[int, ...] = field(default=(), init=False)
     has_heads: bool = field(default=True, init=False)
-    is_guessed: bool = field(default=False, init=False)
+    num_guessed: int = field(default=0, init=False)
     guesses: tuple[int, ...] = field(default=(), init=False)
     skipped: list[int] = field(default_factory=list, init=False)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list, init=False)

@@ -5,6 +5,8 @@ as old as the request that needs the block. What plans in flight name is freed o
 them was applied, so the request that needs the block may have to pause until then.
 """
 
+from collections.abc import Sequence
+
 from configs.rope_sets import SHORT
 from configs.wire.adapters import AdapterKey
 from configs.wire.plan import Capacity, StepResult, StepRow
@@ -80,7 +82,7 @@ class RunningRequests:
             ahead = len(request.tokens) + request.pending - request.scheduled
             if ahead > 1:
                 longer.append(request)
-            elif not request.exhausted:
+            elif not request.exhausted or self._drafting.may_follow(request):
                 own.append(request)
         drafts: Drafts = {}
         if (limits.max_draft_tokens > 0 and self._drafts) or any(each.drafts for each in own):
@@ -89,7 +91,11 @@ class RunningRequests:
             draft = drafts.get(request.serial, ())
             # A row above may have preempted it for its blocks.
             is_running = request.status is Status.RUNNING
-            if is_running and step.budget > 0 and draft is not None:
+            if not is_running or step.budget <= 0 or draft is None:
+                continue
+            if isinstance(draft, int):
+                self._follow(request, draft, step)
+            else:
                 self._extend(request, 1 + len(draft), step, draft)
         # The rows so far generate: prompts must not stretch their step too much, nor the next one
         # of requests that wait for the check of their drafts.
@@ -205,12 +211,19 @@ class RunningRequests:
         freed, self._freed = self._freed, []
         return freed
 
-    def learn(self, step: StepBuilder, result: StepResult, now: float) -> None:
-        """Learn from a step that was applied at `now`, in seconds: what it took and guessed."""
+    def learn(
+        self, step: StepBuilder, result: StepResult, behind: Sequence[StepBuilder], now: float
+    ) -> None:
+        """Learn from a step that was applied at `now`, in seconds: what it took and guessed.
+
+        behind: the steps in flight behind it; rows of the first one may follow its own.
+        """
         self.costs.applied(step, now)
         self._drafting.costs.applied(step, now)
         if result.guesses is not None:
             take_guesses(step, result.guesses)
+        if behind:
+            behind[0].settle(step, result)
 
     def mark_computed(self, request: Request, end: int) -> None:
         """Positions below `end` were computed: blocks that no later one needs are freed."""
@@ -280,6 +293,26 @@ class RunningRequests:
         step.add_row(request, length, blocks, rope_set, drafts and drafts[: length - 1])
         if length > 1:  # A generated token's block is registered when that token is known.
             self.prefix.register(request)
+
+    def _follow(self, request: Request, most: int, step: StepBuilder) -> None:
+        """Add a row behind the request's row in flight, with up to `most` of its guesses.
+
+        Wherever it may begin there are blocks for it, or it waits: no request is preempted for it.
+        """
+        first, last = request.scheduled - len(request.drafts), request.scheduled
+        end = min(last + most + 2, request.max_total)
+        rope_set = SHORT
+        if self._rope is not None:
+            end = min(end, first + self._rope.room(request.rope_set, first, end - first))
+            rope_set = self._rope.at(request.rope_set, first)
+        wanted = end
+        if end > request.covered:
+            end = self._kv.reach(request, end)
+        if end <= last:
+            self.stalled = wanted > last
+            return
+        blocks = self._kv.extend(request, end) if end > request.covered else []
+        step.add_following(request, end - first, blocks, rope_set, most)
 
     def _one_rope_set(self, request: Request, length: int) -> tuple[int, int]:
         """How many of the next `length` positions use one rope set, and which."""

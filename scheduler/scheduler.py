@@ -146,7 +146,7 @@ class Scheduler:
                 running.finish_draining(request)
                 self._requeue_freed()
         assert next_token == len(result.tokens), (next_token, len(result.tokens))
-        running.learn(step, result, now)
+        running.learn(step, result, self._flights, now)
         self._residency.applied(step)
         if num_ended := num_requests - len(self._requests):
             self._drain_rate.record(num_ended, now)

@@ -8,7 +8,8 @@ request's next row, and no block with them is in the prefix cache: that takes bl
 tokens alone.
 
 Drafts are looked up in the text, or heads guess them on the ranks: a step then brings, with its
-samples, guesses of what follows them. A request that has heads waits for them while drafts pay.
+samples, guesses of what follows them. A row behind those is planned before they are known: it
+*follows* the row in flight, and the ranks find its start and its draft themselves.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,8 +23,9 @@ from scheduler.drafts import Drafter
 from scheduler.request import Request
 from scheduler.step import StepBuilder
 
-Drafts = dict[int, tuple[int, ...] | None]
-"""By a request's serial number: its draft; None: it has no row in this step."""
+Drafts = dict[int, tuple[int, ...] | int | None]
+"""By a request's serial number: its draft; or its row follows the one in flight, with so many of
+its guesses at most; None: it has no row in this step."""
 
 SURE = 0.9
 """The chance that a draft is wholly right, from which the next row does not wait for its check."""
@@ -47,57 +49,67 @@ class Drafting:
     def plan(self, requests: Sequence[Request], step: StepBuilder, limits: Limits) -> Drafts:
         """Return the drafts behind the next tokens of running requests; most have none."""
         most = min(limits.max_draft_tokens, self._heads or limits.max_draft_tokens)
-        if self._heads and len(requests) <= limits.max_drafting:
-            step.guesses = most
-        waiting = [request for request in requests if _waits(request)]
-        if len(waiting) * HOLD >= len(requests):
-            return _none_of(requests)
-        drafts = _none_of(waiting)
-        ready = [request for request in requests if request.serial not in drafts]
+        if self._heads:
+            drafts: Drafts = {each.serial: 0 for each in requests if self.may_follow(each)}
+            ready = list(requests)
+            if not requests:
+                step.guesses = most
+        else:
+            waiting = [request for request in requests if _waits(request)]
+            if len(waiting) * HOLD >= len(requests):
+                return _none_of(requests)
+            drafts = _none_of(waiting)
+            ready = [request for request in requests if request.serial not in drafts]
         may = [request for request in ready if self._may_draft(request)]
         if len(requests) > limits.max_drafting or not may or self.costs.lacks_plain(len(ready)):
-            step.guesses = 0
             return drafts
-        # Texts are searched, and guesses waited for, only if that could pay.
+        # Texts are searched, and heads guess, only if that could pay.
         margin = MARGIN
         length = self._length(len(ready), [(each.drafter, most) for each in may], most, margin)
         step.guesses = length if self._heads else 0
         if not length:
             margin = 0.0
-            # Guesses that were waited for are used: that says what they are worth.
+            # Guesses that are known are used: that says what they are worth.
             if not any(each.guesses for each in may):
                 return drafts
-        elif self._heads:
-            late = [each for each in may if each.pending and each.is_guessed]
-            if (len(waiting) + len(late)) * HOLD >= len(requests):
-                return _none_of(requests)
-            drafts |= _none_of(late)
-            ready, may = ([r for r in some if r.serial not in drafts] for some in (ready, may))
         found = [(each, self._found(each, most)) for each in may]
-        drafters = [(each.drafter, len(draft)) for each, draft in found]
+        drafters = [(each.drafter, _size(draft)) for each, draft in found]
         length = self._length(len(ready), drafters, most, margin)
         step.draft_length, budget = length, min(step.budget - len(ready), MOST_DRAFTED)
         for request, draft in found:
-            if own := draft[: min(length, max(0, budget))]:
-                drafts[request.serial] = own
-                budget -= len(own)
+            size = min(length, max(0, budget), _size(draft))
+            if size:
+                drafts[request.serial] = size if isinstance(draft, int) else draft[:size]
+                budget -= size
         return drafts
+
+    def may_follow(self, request: Request) -> bool:
+        """Whether its next row begins wherever the draft in flight turns out to be right."""
+        return self._heads is not None and bool(request.drafts)
 
     def _may_draft(self, request: Request) -> bool:
         """Whether a draft may follow its next token, and is worth a look."""
         unknown = request.pending - len(request.drafts)
-        room = request.max_total - request.total - 1
         # Wrong drafts spend a matcher's limits too, and the request ends with its own matcher's.
         followed = not (request.sampling.constraint and request.own_matcher)
         request.drafter.expect_again(request.total)
         is_guessable = request.has_heads or self._heads is None
-        return unknown <= 1 and followed and room > 0 and is_guessable
+        return unknown <= 1 and followed and self._room(request) > 0 and is_guessable
 
-    def _found(self, request: Request, most: int) -> tuple[int, ...]:
-        """The draft behind a request's next token, as long as the answer at most."""
-        length = min(most, request.max_total - request.total - 1)
+    def _room(self, request: Request) -> int:
+        """How long a draft may be, so that the answer does not get too long."""
+        guessed = len(request.drafts) if self._heads else 0
+        return request.max_total - request.total + guessed - 1
+
+    def _found(self, request: Request, most: int) -> tuple[int, ...] | int:
+        """The draft behind a request's next token, as long as the answer at most.
+
+        A number: so many tokens are guessed by a step in flight.
+        """
+        length = min(most, self._room(request))
         if self._heads:
-            return request.guesses[:length]
+            in_flight = min(length, request.num_guessed)
+            return in_flight if request.pending else request.guesses[:length]
         unknown = request.pending - len(request.drafts)
         return request.drafter.find(request.tokens, length + unknown, request.drafts)[unknown:]
 
@@ -135,6 +147,11 @@ def _waits(request: Request) -> bool:
     guessed = len(request.drafts)
     unknown = request.pending - guessed
     return guessed > 0 and (unknown > 1 or request.drafter.chance**guessed < SURE)
+
+
+def _size(draft: tuple[int, ...] | int) -> int:
+    """Of a draft, or of one in flight."""
+    return draft if isinstance(draft, int) else len(draft)
 
 
 def _none_of(requests: Iterable[Request]) -> Drafts:

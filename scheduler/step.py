@@ -2,7 +2,14 @@
 
 import msgspec
 
-from configs.wire.plan import AdapterLoad, RequestJoin, StepPlan, StepRow
+from configs.wire.plan import (
+    AdapterLoad,
+    RequestJoin,
+    StepPlan,
+    StepResult,
+    StepRow,
+    settled,
+)
 from configs.wire.sampling import Pooling
 from scheduler.adapters.resident import Resident
 from scheduler.request import Request
@@ -21,6 +28,8 @@ class StepBuilder:
     planned: when it was planned, in seconds.
     number: the plan's step once it is built.
     requests: requests[i] is that of rows[i].
+    following: the indices of rows that follow rows of the step before, until it is applied.
+    waits: whether there were any: then the ranks wait for that step's tokens.
     dropped: the adapters that lose their host copies by the plan.
     """
 
@@ -35,6 +44,8 @@ class StepBuilder:
         self.joins: list[RequestJoin] = []
         self.rows: list[StepRow] = []
         self.requests: list[Request] = []
+        self.following: list[int] = []
+        self.waits = False
         self.loads: list[AdapterLoad] = []
         self.dropped: list[Resident] = []
 
@@ -75,7 +86,41 @@ class StepBuilder:
         request.drafts = drafts
         if samples:
             request.pending = pending + 1
-            request.is_guessed, request.guesses = self.guesses > 0, ()
+            request.num_guessed, request.guesses = self.guesses, ()
+
+    def add_following(
+        self, request: Request, length: int, blocks: list[int], rope_set: int, most: int
+    ) -> None:
+        """Continue behind the request's row in flight, with up to `most` of its guesses.
+
+        length: of the positions that the row may reach, behind the last known token's.
+        """
+        start = request.scheduled - len(request.drafts)
+        slot = request.batch_slot
+        self.rows.append(StepRow(slot, start, length, blocks, True, rope_set, follows=most))
+        self.following.append(len(self.requests))
+        self.waits = True
+        self.requests.append(request)
+        self.budget -= 1 + most
+        self.tokens += 1 + most
+        request.in_flight += 1
+
+    def settle(self, before: "StepBuilder", result: StepResult) -> None:
+        """The step before this one was applied: count what the rows behind its rows name."""
+        if not self.following:
+            return
+        rows = settled(self.rows, before.rows, result.tokens, result.guesses)
+        for index in self.following:
+            request, row = self.requests[index], rows[index]
+            fewer = self.rows[index].follows + 1 - row.length
+            self.tokens -= fewer
+            self.generating -= fewer
+            if request.takes(row.start):
+                assert (row.start, request.pending) == (request.scheduled, 0), request.id
+                request.scheduled += row.length
+                request.pending, request.drafts = row.num_samples, row.drafts
+                request.num_guessed, request.guesses = self.guesses, ()
+        self.rows, self.following = rows, []
 
     def add_join(self, request: Request, slot: int) -> None:
         """Send the request's tokens to its batch slot. slot: its adapter's, -1 without one."""

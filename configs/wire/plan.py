@@ -46,6 +46,9 @@ class StepRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     rope_set: the table of rotary frequencies for these positions; see configs/rope_sets.py.
     drafts: guessed tokens of the row's last positions. The row samples at each of them too, and
     at the position before them; the samples are right up to the first that is not the draft's.
+    follows: -1; or the row continues what its batch slot samples in the step before, before the
+    scheduler knows that. Then start .. start + length - 1 are the positions that it may reach, and
+    its draft is up to so many of that step's guesses; see `settled`.
     """
 
     batch_slot: int
@@ -55,17 +58,57 @@ class StepRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     samples: bool
     rope_set: int = 0
     drafts: tuple[int, ...] = ()
+    follows: int = -1
 
     @property
     def num_samples(self) -> int:
-        """How many tokens the row samples."""
+        """How many tokens the row samples; of a row that follows only once it is settled."""
         return self.samples + len(self.drafts)
 
 
-def num_right(drafts: Sequence[int], sampled: Sequence[int]) -> int:
-    """How many tokens of a draft are right: those before the first that was not sampled."""
-    pairs = enumerate(zip(drafts, sampled, strict=False))
-    return next((at for at, (draft, token) in pairs if draft != token), len(drafts))
+def num_right(drafts: Sequence[int], sampled: Sequence[int], first: int = 0) -> int:
+    """How many tokens of a draft are right: those before the first that was not sampled.
+
+    first: the index in `sampled` of the row's first sample.
+    """
+    count = 0
+    for draft in drafts:
+        if draft != sampled[first + count]:
+            break
+        count += 1
+    return count
+
+
+def settled(
+    rows: Sequence[StepRow],
+    before: Sequence[StepRow],
+    tokens: Sequence[int],
+    guesses: Sequence[Sequence[int]] | None,
+) -> list[StepRow]:
+    """A step's rows once the step before it is known: those that follow get start and draft.
+
+    before, tokens, guesses: the settled rows of the step before, and its result.
+    """
+    found: dict[int, tuple[int, Sequence[int]]] = {}
+    first = 0
+    for index, row in enumerate(before):
+        num_drafts = len(row.drafts)
+        right = num_right(row.drafts, tokens, first)
+        start = row.start + row.length - num_drafts + right
+        found[row.batch_slot] = (start, guesses[index] if guesses else ())
+        first += num_drafts + row.samples
+    return [_settled(row, *found[row.batch_slot]) if row.follows >= 0 else row for row in rows]
+
+
+def _settled(row: StepRow, start: int, guesses: Sequence[int]) -> StepRow:
+    """Begin with the last right sample of the batch slot, at `start`.
+
+    The draft ends one position before the last one: there a row begins that follows a draft up to
+    its answer's end, in vain.
+    """
+    room = row.start + row.length - start - 2
+    drafts = tuple(guesses[: max(0, min(row.follows, room))])
+    return StepRow(row.batch_slot, start, 1 + len(drafts), [], True, row.rope_set, drafts)
 
 
 class AdapterLoad(msgspec.Struct, frozen=True, array_like=True):

@@ -34,6 +34,12 @@ class StepRecord(msgspec.Struct, frozen=True):
     captured: bool = False
 
 
+def _num_tokens(plan: StepPlan, result: StepResult) -> int:
+    """How many positions were computed; rows that follow others sample at each of theirs."""
+    known = [row for row in plan.rows if row.follows < 0]
+    return len(result.tokens) + sum(row.length - row.num_samples for row in known)
+
+
 class StepLog:
     """The last steps of one driver; written by the loop's thread, read by any."""
 
@@ -50,7 +56,7 @@ class StepLog:
             StepRecord(
                 step=plan.step,
                 num_rows=len(plan.rows),
-                num_tokens=sum(row.length for row in plan.rows),
+                num_tokens=_num_tokens(plan, result),
                 num_sampled=sum(row.samples for row in plan.rows),
                 num_adapters=len(slots - {-1}),
                 num_loads=len(plan.loads),

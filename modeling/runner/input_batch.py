@@ -174,7 +174,7 @@ class InputBatch:
 
     def layout(self, rows: Sequence[StepRow]) -> StepLayout:
         """Append the rows' blocks to their tables and lay the step out."""
-        self._append_blocks(rows)
+        self.append_blocks(rows)
         batch_slots = np.array([row.batch_slot for row in rows], dtype=np.int64)
         starts = np.array([row.start for row in rows], dtype=np.int64)
         lengths = np.array([row.length for row in rows], dtype=np.int64)
@@ -302,7 +302,8 @@ class InputBatch:
         )
         return found if found.num_scored or found.pools else None
 
-    def _append_blocks(self, rows: Sequence[StepRow]) -> None:
+    def append_blocks(self, rows: Sequence[StepRow]) -> None:
+        """Append the rows' blocks to their tables."""
         for row in rows:
             first, end = 0, row.start + row.length
             if row.blocks:

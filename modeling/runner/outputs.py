@@ -38,17 +38,21 @@ def step_output(
     if start is not None:
         start.clock.end(copy.event)
 
+    def known() -> tuple[list[int], list[list[int]] | None]:
+        found, *rest = copy.wait()
+        return found.tolist(), guessed.by_row(rest[-1]) if guessed is not None else None
+
     def wait() -> SampledTokens:
         copied = copy.wait()
-        tokens, *logprobs = copied[: len(tensors)]
+        _, *logprobs = copied[: len(tensors)]
         own = copied[len(tensors) : len(tensors) + len(others)]
         prompts = scores.reports(own) if scores is not None else None
-        guesses = guessed.by_row(copied[-1]) if guessed is not None else None
+        tokens, guesses = known()
         rows = _rows(LogprobTensors(*logprobs), sampling) if logprobs else None
         idle = start.idle_seconds() if start is not None else None
-        return SampledTokens(tokens.tolist(), rows, prompts, idle, captured, faults, guesses)
+        return SampledTokens(tokens, rows, prompts, idle, captured, faults, guesses)
 
-    return StepOutput(wait)
+    return StepOutput(wait, known)
 
 
 def _rows(found: LogprobTensors, sampling: Sequence[Sampling]) -> list[TokenLogprobs | None]:

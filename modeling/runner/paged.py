@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from configs.wire.plan import StepRow, settled
 from modeling.adapters.kernels.reference import NO_DELTAS
 from modeling.adapters.kernels.select import AdapterStepPlan
 from modeling.adapters.norms import AdaptedNorms
@@ -22,7 +23,7 @@ from modeling.adapters.vocabulary import (
 from modeling.attention.base import AttentionBackend
 from modeling.attention.clamping import ClampWatch
 from modeling.attention.kv_layout import KvLayout
-from modeling.batch import ForwardBatch, StepOutput
+from modeling.batch import ForwardBatch, Known, StepOutput
 from modeling.models.context import StateRows
 from modeling.models.medusa import MedusaHeads
 from modeling.runner.block_tables import Ints
@@ -149,6 +150,7 @@ class ModelRunner(BaseRunner):
         self._graphs = graphs
         self._decode_graphs, self._piecewise_graphs = graphs.decode, graphs.mixed
         self._checked_graphs = graphs.checked
+        self._last: tuple[list[StepRow], Known | None] = ([], None)
         self.num_steps = 0
         self.num_captured = 0
 
@@ -156,36 +158,54 @@ class ModelRunner(BaseRunner):
     def step(self, batch: ForwardBatch) -> StepOutput:
         """Launch one step; every rank calls it with the same batch, in the same order.
 
-        The next step may be launched before `wait` is called on this one's output.
+        The next step may be launched before `wait` is called on this one's output. Where its rows
+        follow this one's, this thread waits for this one's tokens.
         """
         with on_device(self._device):
-            start = self._clock.begin()
-            self._input_batch.join(batch.joins)
-            if not batch.rows:
-                return step_output(no_rows(self._device), [])
-            self.num_steps += 1
-            self._input_batch.write_drafts(batch.rows)
-            layout = self._input_batch.layout(batch.rows)
-            # No adapter that this step reads is overwritten before the device is past the step.
-            with self._bank.in_use(layout.adapter_slots):
-                before = self.num_captured
-                found, scores = None if layout.prompt_rows else self._replay(layout), None
-                if found is None:
-                    guessing = batch.guesses > 0 and self._guesser is not None
-                    sampled, scores, hidden = self._compute(layout, guessing)
-                else:
-                    sampled, hidden = found
-                if self._drafts is not None:
-                    kept, tokens = None if found is None else hidden, self._input_batch.tokens
-                    guessed = self._drafts.follow(
-                        batch, layout, tokens, sampled.tokens, kept, self._graphs.heads
-                    )
-                else:
-                    guessed = self._guess(batch, layout, hidden, sampled)
-            captured = self.num_captured > before
-            self._clamp_watch.stepped()
-            faults = self._grammars.take_faults([row.batch_slot for row in batch.rows])
-            return step_output(sampled, layout.sampling, scores, start, captured, faults, guessed)
+            batch = replace(batch, rows=self._settled(batch.rows))
+            output = self._launch(batch)
+            self._last = batch.rows, output.known
+            return output
+
+    def _settled(self, rows: list[StepRow]) -> list[StepRow]:
+        """Wait for the step before, if rows follow its own, and find their starts and drafts."""
+        following = [row for row in rows if row.follows >= 0]
+        if not following:
+            return rows
+        self._input_batch.append_blocks(following)
+        before, known = self._last
+        assert known is not None, "no step before"
+        return settled(rows, before, *known())
+
+    def _launch(self, batch: ForwardBatch) -> StepOutput:
+        """Launch a step of settled rows."""
+        start = self._clock.begin()
+        self._input_batch.join(batch.joins)
+        if not batch.rows:
+            return step_output(no_rows(self._device), [])
+        self.num_steps += 1
+        self._input_batch.write_drafts(batch.rows)
+        layout = self._input_batch.layout(batch.rows)
+        # No adapter that this step reads is overwritten before the device is past the step.
+        with self._bank.in_use(layout.adapter_slots):
+            before = self.num_captured
+            found, scores = None if layout.prompt_rows else self._replay(layout), None
+            if found is None:
+                guessing = batch.guesses > 0 and self._guesser is not None
+                sampled, scores, hidden = self._compute(layout, guessing)
+            else:
+                sampled, hidden = found
+            if self._drafts is not None:
+                kept, tokens = None if found is None else hidden, self._input_batch.tokens
+                guessed = self._drafts.follow(
+                    batch, layout, tokens, sampled.tokens, kept, self._graphs.heads
+                )
+            else:
+                guessed = self._guess(batch, layout, hidden, sampled)
+        captured = self.num_captured > before
+        self._clamp_watch.stepped()
+        faults = self._grammars.take_faults([row.batch_slot for row in batch.rows])
+        return step_output(sampled, layout.sampling, scores, start, captured, faults, guessed)
 
     @property
     def num_unrecorded(self) -> int:

@@ -295,7 +295,7 @@ def test_faults_on_purpose_are_noticed(
         )
     elif fault == "begin":
         begin = ChainGraphs.begin
-        monkeypatch.setattr(ChainGraphs, "begin", lambda self, g, at: begin(self, g, at + 1))
+        monkeypatch.setattr(ChainGraphs, "begin", lambda self, g, at: begin(self, -g, at))
     elif fault == "drafts":
         cumprod = Tensor.cumprod
         monkeypatch.setattr(Tensor, "cumprod", lambda self, dim: cumprod(self, dim) * 0)

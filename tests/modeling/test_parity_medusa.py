@@ -13,7 +13,6 @@ from torch import Tensor
 from configs.architectures.base import ArchitectureError
 from configs.engine import EngineConfig, SpeculationConfig, SpeculationKind
 from configs.wire.adapters import AdapterError, AdapterKey, FetchedAdapter
-from configs.wire.plan import StepPlan
 from configs.wire.sampling import Sampling
 from deployments.rank.host import capacity_of
 from modeling.batch import ForwardBatch, StepOutput
@@ -44,19 +43,19 @@ Texts = list[list[int]]
 
 
 class WatchedRanks(Ranks):
-    """Ranks that keep the drafts of plans: by request, (position of the first, its tokens)."""
+    """Ranks that keep the drafts of steps: by request, (position of the first, its tokens)."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self.drafted: list[tuple[int, int, tuple[int, ...]]] = []
 
-    def _launch(self, plan: StepPlan) -> None:
-        requests = self.scheduler._flights[-1].requests
-        for request, row in zip(requests, plan.rows, strict=True):
-            if row.drafts:
+    def _land(self) -> None:
+        step = self.scheduler._flights[0]
+        for request, row in zip(step.requests, step.rows, strict=True):
+            if row.drafts and request.takes(row.start):
                 at = row.start + row.length - len(row.drafts)
                 self.drafted.append((request.id[1], at, row.drafts))
-        super()._launch(plan)
+        super()._land()
 
 
 def answers(

@@ -25,6 +25,7 @@ from configs.wire.plan import (
     StepResult,
     StepRow,
     TokenLogprobs,
+    settled,
 )
 from configs.wire.sampling import FinishReason, Pooling, Sampling, Stopping
 from tests.strategies import VOCABULARY
@@ -176,6 +177,7 @@ class FakeRanks:
         self.wear = 1000
         self.in_flight: deque[Named] = deque()
         self.last_step = 0
+        self.last: tuple[list[StepRow], StepResult] | None = None
 
     def stage(self, key: AdapterKey, shape: AdapterShape) -> bool:
         """Keep an adapter if there is room for its bytes, and more than that there never is."""
@@ -205,6 +207,7 @@ class FakeRanks:
         for join in plan.joins:
             self._join(join)
         self._append_blocks(plan.rows)
+        plan = self._settled(plan)
         void = [row for row in plan.rows if self._is_void(row)]
         for row in plan.rows:
             if row not in void:
@@ -228,7 +231,21 @@ class FakeRanks:
         reports = [self._report(i, row) for i, row in enumerate(plan.rows) if self._tells(row)]
         result = StepResult(plan.epoch, plan.step, tokens, logprobs, reports=reports or None)
         guesses = [self._guess(row, plan.guesses) for row in plan.rows] if plan.guesses else None
-        return replace(result, faults=faults or None, guesses=guesses)
+        self.last = plan.rows, replace(result, faults=faults or None, guesses=guesses)
+        return self.last[1]
+
+    def _settled(self, plan: StepPlan) -> StepPlan:
+        """Find where rows begin that follow those of the step before; they may reach no further."""
+        if all(row.follows < 0 for row in plan.rows):
+            return plan
+        assert self.last is not None
+        before, result = self.last
+        assert result.step == plan.step - 1
+        rows = settled(plan.rows, before, result.tokens, result.guesses)
+        for row, wide in zip(rows, plan.rows, strict=True):
+            assert wide.start <= row.start, "before what it may reach"
+            assert row.start + row.length <= wide.start + wide.length, "behind what it may reach"
+        return replace(plan, rows=rows)
 
     def applied(self, plan: StepPlan) -> None:
         self.in_flight.popleft()

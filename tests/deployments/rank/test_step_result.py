@@ -67,3 +67,16 @@ def test_prompt_reports_are_encoded_whole() -> None:
     report = PromptReport(1, 10, [TokenLogprobs(-0.5, [3], [-0.25])], b"\x00\x01")
     assert sent.reports == [report]
     assert step_result(PLAN, SampledTokens([11, 12]), 0.0).reports is None
+
+
+def test_rows_that_follow_bring_what_they_turn_out_to_be() -> None:
+    """One of them reaches up to six positions, and has up to three guesses."""
+    rows = [PLAN.rows[0], StepRow(5, 18, 6, [], True, follows=3)]
+    plan = msgspec.structs.replace(PLAN, rows=rows)
+    result = step_result(plan, SampledTokens([11, 12, 13]), 0.0)
+    log = StepLog()
+    log.record(plan, result)
+    assert [record.num_tokens for record in log.last()] == [3 + 2]
+    for tokens in ([11], [11, 12, 13, 14, 15, 16]):
+        with pytest.raises(AssertionError):
+            step_result(plan, SampledTokens(tokens), 0.0)
