@@ -39,8 +39,8 @@ its type."""
 SEEDS = {
     "axk1": 10, "dots1": 1, "exaone_moe": 2, "gemma4_text": 2, "glm4_moe_lite": 3,
     "granitemoe_swa": 3, "granitemoehybrid": 1, "granitemoeshared": 7, "kimi_linear": 3,
-    "lfm2_moe": 2, "mellum": 3, "nemotron_h": 4, "olmoe": 3, "qwen2_moe": 6, "qwen3_next": 5,
-    "solar_open": 2,
+    "lfm2_moe": 2, "mellum": 3, "nemotron_h": 4, "olmoe": 3, "qwen2_moe": 7, "qwen3_next": 5,
+    "solar_open": 6,
 }  # fmt: skip
 """Of those whose answers for seed 0 rounding could change, to bfloat16 too."""
 

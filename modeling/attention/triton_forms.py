@@ -122,7 +122,7 @@ def prefill_form(spec: AttentionSpec, shared: int) -> PrefillForm:
     if width == 128:
         return PrefillForm(128, packed, 64, 8, 3 if large else 2)
     if width == 256:
-        return PrefillForm(64, packed, 32, 4, 3 if large else 2)
+        return PrefillForm(64, packed, 32, 4, 2)
     return PrefillForm(64, packed, 16, 8, 2 if large else 1)
 
 
