@@ -87,7 +87,7 @@ PROMPT_CUTS = (
 """Of more tokens than CUTS have, as measured with the same experts. Of more pairs an expert than
 these have, a library's grouped products were not compared."""
 
-DELTA_TILES_FROM = 129
+DELTA_TILES_FROM = 256
 """Tokens of a step from which deltas are computed tile by tile instead of pair by pair."""
 
 LEAST = 32
