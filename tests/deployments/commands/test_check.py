@@ -12,6 +12,7 @@ from peft import IA3Config, LoHaConfig, LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from deployments.commands.check import check
+from modeling.models.generic import experts
 from tests.checkpoints import write_llama
 from tests.checkpoints_generic import write_generic
 from tests.modeling.adapters.test_adapters_page import KINDS
@@ -135,8 +136,9 @@ def test_every_kind_of_the_page_is_judged_as_it_says(
 
 @pytest.mark.filterwarnings("ignore")
 def test_what_gpus_do_not_adapt_is_refused_where_the_config_names_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(experts, "ON_GPUS", frozenset())
     model = write_generic(tmp_path / "model", "dots1")
     config = LoraConfig(r=2, target_modules=[], target_parameters=["mlp.experts.down_proj"])
     folder = save(tmp_path / "adapter", model, config)
