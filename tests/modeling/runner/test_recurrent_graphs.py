@@ -244,3 +244,9 @@ def test_layers_that_wait_for_the_device_are_launched(
     assert "transformers' Qwen3_5GatedDeltaNet cannot be captured: called a sync" in caplog.text
     asked = [Asked(prompt=[5, 17, 2], num_tokens=3)]
     assert len(generate(runner, asked, NUM_BLOCKS, BLOCK_SIZE)[0].tokens) == 3
+
+
+@pytest.mark.parametrize("variant", ["bamba", "falcon_h1", "lfm2", "olmo_hybrid", "qwen3_5_text"])
+def test_convolutions_keep_no_model_from_captures(world: World, variant: str) -> None:
+    """Their weights have three dimensions, as experts' have, whose sizes the host may read."""
+    assert loaded(world, variant)._forward.model.capturable
