@@ -74,6 +74,7 @@ async def beside(
     """Run STREAMS of the base model, and some firsts one after the other.
 
     longest: tokens of a sequence. firsts: each returns a cold adapter's first token's seconds.
+    RuntimeError if all streams ended meanwhile.
     """
     tokens = min(TOKENS, longest - PROMPT_TOKENS)
     body = {
@@ -96,6 +97,8 @@ async def beside(
             spans.append((start, time.monotonic()))
             await asyncio.sleep(REST_S)
         gaps = [each for process in await asyncio.gather(*reading) for each in process]
+    if not gaps:
+        raise RuntimeError(f"no stream ran until the end: {tokens} tokens were too few")
     return {
         "beside": len(gaps),
         "singles": len(times),

@@ -66,7 +66,7 @@ class Limits:
         if min(*tokens, self.max_running, self.steps_ahead, self.max_matchers) < 1:
             raise ValueError(f"limits must be at least 1: {self}")
         if self.steps_ahead > 2 and self.max_draft_tokens:
-            raise ValueError(f"rows follow drafts of one step before alone: {self}")
+            raise ValueError(f"with drafts steps_ahead must be at most 2: {self}")
         if self.slice_steps < 1:
             raise ValueError(f"slice_steps must be at least 1: {self}")
         if self.max_queued < 0 or self.patience_steps < 0:

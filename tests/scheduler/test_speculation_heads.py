@@ -321,5 +321,5 @@ def test_guesses_of_a_preempted_request_are_forgotten() -> None:
 
 
 def test_rows_follow_the_step_before_alone() -> None:
-    with pytest.raises(ValueError, match="rows follow drafts of one step before alone"):
+    with pytest.raises(ValueError, match="steps_ahead must be at most 2"):
         Limits(steps_ahead=3, max_draft_tokens=1)

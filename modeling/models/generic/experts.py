@@ -53,11 +53,8 @@ ON_GPUS = frozenset(
         "solar_open",
     )
 )  # fmt: skip
-"""Types that take adapters of experts and routers on a GPU, where they were compared."""
-
-DELTAS_BY_KERNELS = ON_GPUS
-"""Types of which kernels multiply adapters of experts on a GPU, in captured steps and in others,
-where they were compared."""
+"""Types that take adapters of experts and routers on a GPU, where they were compared; kernels
+multiply them in bfloat16."""
 
 DELTAS_OF_STORED = frozenset(("gpt_oss", "qwen3_moe"))
 """Types of which they multiply those of experts that a checkpoint quantised, not in integers."""
@@ -169,7 +166,7 @@ class RoutedLayers:
     @property
     def have_kernels(self) -> bool:
         """Whether kernels can multiply adapters of experts, once the weights were read."""
-        compared = DELTAS_OF_STORED if self._are_stored else DELTAS_BY_KERNELS
+        compared = DELTAS_OF_STORED if self._are_stored else ON_GPUS
         if any(has_stored(each.module, IntegerMatrices) for each in self._experts):
             compared = DELTAS_OF_INTEGERS
         return self.on_gpus and self._model_type in compared
