@@ -16,7 +16,7 @@ import aiohttp
 
 from benchmarks.serving import percentile
 
-STREAMS, TOKENS, PROMPT_TOKENS = 60, 2000, 64
+STREAMS, TOKENS, PROMPT_TOKENS = 60, 6000, 64
 """Streams beside a cold adapter, their most tokens, and what their prompts may take of those."""
 CLIENTS = 4
 BEGIN_S, QUIET_S, REST_S = 5.0, 2.0, 0.5
