@@ -19,8 +19,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
-from modeling.triton_tiles import ProductCut, prefetch, store_tile
-from sharding.linear_weight import Operands
+from modeling.triton_tiles import ProductCut, cut_of, prefetch, store_tile
+from sharding.linear_weight import OperandGroups, Operands
 
 CUTS = (
     ProductCut(8, 64, 128, 4, 4, blocks=680),
@@ -29,6 +29,10 @@ CUTS = (
 )
 """Eight tokens take the tensor cores' instruction of a warp, more that of four warps. Beyond 64
 numbers are made and multiplied by a library."""
+
+WIDE, MANY = ProductCut(32, 256, 128, 8, 3, blocks=132), 8192
+"""Of 17 to 32 tokens, where codes have no zero points or there are MANY outputs: programs that read
+x half as often."""
 
 RAISED = {torch.bfloat16: 128, torch.float16: 1024}
 """Numbers of which the lowest four bits are the lowest four of a whole number."""
@@ -152,6 +156,16 @@ def integer_tile(
 
 
 # fmt: on
+
+
+def tile_cut(rows: int, groups: OperandGroups, outputs: int) -> ProductCut:
+    """Return how a product of so many tokens, which `CUTS` must hold, is cut in a launch alone."""
+    is_wide = groups.table is None and (groups.zeros is None or outputs >= MANY)
+    if is_wide and CUTS[1].rows < rows <= WIDE.rows:
+        return WIDE
+    found = cut_of(CUTS, rows)
+    assert found is not None, rows
+    return found
 
 
 def tile_options(cut: ProductCut, rows: int, shares: int) -> tuple[dict[str, int], dict[str, int]]:

@@ -1,10 +1,12 @@
 """Tiny random models and LoRA adapters, written on the spot by transformers and PEFT themselves."""
 
+import inspect
 import json
 import re
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
+from modeling.models.generic import mixer_functions
 from tests import solar
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -382,7 +385,18 @@ def load_oracle(folder: Path, dtype: DTypeName = "float32") -> Any:
         experts_implementation="eager",
     )
     model.generation_config.eos_token_id = None
+    if find_spec("fla") is not None:
+        _compute_in_torch(model)
     return model.eval()
+
+
+def _compute_in_torch(model: Any) -> None:
+    """Have recurrent layers call no kernel of an installed library: those take no CPU's numbers."""
+    for module in model.modules():
+        forward = inspect.unwrap(type(module).forward)
+        if mixer_functions.RULE in forward.__code__.co_names:
+            cpu, dtype = torch.device("cpu"), torch.float32
+            module.forward = mixer_functions.mixer_forward(module, cpu, dtype)
 
 
 def load_adapted_oracle(folder: Path, adapter_folder: Path) -> Any:

@@ -12,14 +12,13 @@ from modeling.quantisation.triton_integer_rows import row_kernel
 from modeling.quantisation.triton_product import product_memory
 from modeling.triton_integer_rows import rows_cut, rows_options
 from modeling.triton_integer_tiles import (
-    CUTS,
     integer_arguments,
     integer_constants,
     integer_tile,
+    tile_cut,
     tile_options,
 )
 from modeling.triton_launch import Launcher, aligned, has_dependent_launch, launch_options
-from modeling.triton_tiles import cut_of
 from sharding.linear_weight import OperandGroups, Operands
 
 Pointer = Any
@@ -120,8 +119,7 @@ def integer_product(operands: Operands, bias: Tensor | None, y: Tensor) -> Tenso
     (rows, inputs), (chunks, outputs, _) = x.shape, codes.shape
     found = rows_cut(rows, groups, inputs, outputs)
     if found is None:
-        launch, cut = _launch_integers, cut_of(CUTS, rows)
-        assert cut is not None, rows
+        launch, cut = _launch_integers, tile_cut(rows, groups, outputs)
         shares, width = cut.shares(outputs, inputs), cut.outputs
         sizes, options = tile_options(cut, rows, shares)
     else:

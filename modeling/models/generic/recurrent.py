@@ -22,6 +22,12 @@ from transformers import Cache, DynamicCache
 
 from configs.architectures.base import ArchitectureError
 from modeling.models.context import StateRows
+from modeling.models.generic.mixer_functions import (
+    Forward,
+    SlotStates,
+    mixer_forward,
+    takes_slots,
+)
 from modeling.models.generic.step import CurrentStep
 
 logger = logging.getLogger("loray.modeling")
@@ -53,11 +59,11 @@ class RecurrentLayers:
         self._states: dict[int, list[_State]] = {}
         self._decodes: list[tuple[str, Callable[[], Tensor]]] = []
         self._fresh: list[Any] = []
+        self._forwards: dict[int, Forward] = {}
         for module in causal.modules():
             name = _cache_argument(module)
             if name is not None:
-                compute = partial(self._compute, module, module.forward, name)
-                module.forward = compute  # of this module alone
+                module.forward = partial(self._compute, module, name)  # of this module alone
                 self._fresh = self._fresh or DynamicCache(config=config).layers
 
     @property
@@ -101,20 +107,23 @@ class RecurrentLayers:
     def _compute(
         self,
         module: Any,
-        forward: Callable[..., Tensor],
         name: str,
         hidden_states: Tensor,
         **options: Any,
     ) -> Tensor:
         """Replace a mixer's forward: [1, tokens, hidden] to the same shape."""
         layer: int = module.layer_idx
+        device = hidden_states.device
+        if layer not in self._forwards:
+            self._forwards[layer] = mixer_forward(module, device, hidden_states.dtype)
+        forward, by_slots = self._forwards[layer], takes_slots(module, device)
         if "attention_mask" in options:
             options["attention_mask"] = None
         found = []
         for rows in self._step.state_rows:
             part = hidden_states[0, rows.tokens]
             part = part[:, None] if rows.single else part[None]
-            cache = self._cache(layer, rows)
+            cache = self._cache(layer, rows, by_slots and rows.single)
             with self._step.adapted_by(rows.adapter_data):
                 computed = forward(part, **{**options, name: cache})
             if layer not in self._examples:
@@ -125,8 +134,11 @@ class RecurrentLayers:
             found.append(computed.flatten(0, 1))
         return (torch.cat(found) if len(found) > 1 else found[0])[None]
 
-    def _cache(self, layer: int, rows: StateRows) -> Cache:
-        """The states of some rows as transformers' cache has them."""
+    def _cache(self, layer: int, rows: StateRows, by_slots: bool) -> Cache:
+        """The states of some rows as transformers' cache has them.
+
+        by_slots: recurrent ones are those of all batch slots, which the mixer changes.
+        """
         own = copy.deepcopy(self._fresh[layer])
         own.update_recurrent_state = partial(_take, own)
         # The mixer looks at its own layer alone.
@@ -134,7 +146,11 @@ class RecurrentLayers:
         if rows.begins:
             return cache
         for kind, number, of_slots in self._states[layer]:
-            getattr(own, kind)[number] = of_slots[rows.slots]
+            if by_slots and kind == KINDS[1]:
+                assert rows.slots is not None, "rows that go on have batch slots"
+                getattr(own, kind)[number] = SlotStates(of_slots, rows.slots)
+            else:
+                getattr(own, kind)[number] = of_slots[rows.slots]
             getattr(own, f"is_{kind}_initialized")[number] = True
             own.has_previous_state[number] = True
             if kind == KINDS[0]:
@@ -155,7 +171,10 @@ class RecurrentLayers:
         if rows.slots is None:
             return
         for kind, number, of_slots in self._states[layer]:
-            of_slots[rows.slots] = getattr(own, kind)[number].to(of_slots.dtype)
+            state = getattr(own, kind)[number]
+            # None: it was changed where it lies.
+            if state is not None:
+                of_slots[rows.slots] = state.to(of_slots.dtype)
 
 
 def _allocated(example: Tensor, batch_slots: int) -> Tensor:
@@ -165,7 +184,7 @@ def _allocated(example: Tensor, batch_slots: int) -> Tensor:
     return states
 
 
-def _take(own: Any, state: Tensor, number: int = 0, **_options: Any) -> Tensor:
+def _take(own: Any, state: Tensor | None, number: int = 0, **_options: Any) -> Tensor | None:
     """Replace a cache's `update_recurrent_state`, which copies: `_keep` does."""
     own.recurrent_states[number] = state
     return state

@@ -4,22 +4,24 @@ A tape stands in for a CUDA graph: it repeats operations on the tensors that the
 with, so a number that the host read while it was recorded would stay as it was.
 """
 
+import inspect
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
+from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from configs.architectures.generic import RECURRENT_TYPES
 from configs.engine import CacheConfig
 from configs.wire.plan import RequestJoin, StepRow
 from configs.wire.sampling import Sampling
 from modeling.batch import ForwardBatch, StepOutput
-from modeling.models.generic import recurrent
+from modeling.models.generic import mixer_functions, recurrent
 from modeling.runner.load_paged import load_paged
 from modeling.runner.paged import ModelRunner
 from sharding.group import SingleRank, TensorParallel
@@ -200,6 +202,31 @@ def test_replays_on_two_ranks_are_steps(world: World, variant: str) -> None:
     for own in run_in_memory(2, answers):
         launched, replayed = [[answer.tokens for answer in each] for each in own]
         assert replayed == launched
+
+
+@pytest.mark.parametrize("variant", ["olmo_hybrid", "qwen3_5_text", "qwen3_next"])
+def test_states_that_change_in_place(
+    world: World, variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a GPU's kernel changes them, launched and replayed."""
+    expected = generate(loaded(world, variant), asked_of_recurrent_layers(), NUM_BLOCKS, BLOCK_SIZE)
+    rule = inspect.unwrap(modeling_qwen3_5.torch_recurrent_gated_delta_rule)
+    count = 0
+
+    def step(
+        q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor, slots: Tensor,
+        norm: bool,
+    ) -> Tensor:  # fmt: skip
+        nonlocal count
+        count += 1
+        q, k = (each.repeat_interleave(v.shape[2] // k.shape[2], 2) for each in (q, k))
+        out, states[slots] = rule(q, k, v, g, beta, states[slots], True, norm)
+        return cast(Tensor, out)
+
+    monkeypatch.setattr(mixer_functions, "_kernel", lambda _device_type: step)
+    launched, replayed = replay(world, variant)
+    assert launched == replayed == [answer.tokens for answer in expected]
+    assert count > 20
 
 
 def test_padding_rows_disturb_no_state(world: World) -> None:
