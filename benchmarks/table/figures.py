@@ -29,6 +29,10 @@ PEER = "peer"
 PEER_NAME = "vLLM 0.25.1"
 """The peer with the quoted figures."""
 
+QUOTED_SHAPES: Mapping[str, str] = {"seventy-b": "llama3-70b"}
+QUOTED_SHAPE = "llama3-8b"
+"""The shapes of the quoted figures, by group; of the groups that are not here."""
+
 
 @dataclass(frozen=True)
 class Goal:
@@ -46,7 +50,7 @@ class Goal:
 
 @dataclass(frozen=True)
 class Figure:
-    """The figure that stands for a case; quoted: the peer's, measured in other leases."""
+    """The figure that stands for a case; quoted: the peer's, measured on other machines."""
 
     metric: str
     goals: tuple[Goal, ...] = ()

@@ -10,6 +10,8 @@ from benchmarks.table.figures import (
     FIGURES,
     IN_TIME,
     PEER,
+    QUOTED_SHAPE,
+    QUOTED_SHAPES,
     UNITS,
     Figure,
     Goal,
@@ -95,7 +97,8 @@ def peer_value(sheet: Sheet, group: str, case: str, metric: str) -> PeerValue | 
     if figure is None or figure.metric != metric or not figure.quoted:
         return None
     ours = sheet.row(group, case)
-    if ours is not None and not _is_standard(ours):
+    shape = QUOTED_SHAPES.get(group, QUOTED_SHAPE)
+    if ours is not None and not (_is_standard(ours) and ours["shape"] == shape):
         return None
     return PeerValue(min(figure.quoted), max(figure.quoted), True)
 

@@ -248,7 +248,10 @@ def _standard(scale: Scale) -> tuple[Play, ...]:
         )
         for case in cases
     ]
-    plays = [Play(case, seconds[case.concurrency], settle=case.models == mixed) for case in sized]
+    # Adapters of the cases before are on the device: those of this one may have left it.
+    plays = [
+        Play(case, seconds[case.concurrency], settle=len(case.models) == RESIDENT) for case in sized
+    ]
     return tuple(_named(plays, name) for name in names.split())
 
 

@@ -69,6 +69,11 @@ def test_quoted_figures_are_for_their_own_machine_and_shape() -> None:
     assert "| base-c64 | tokens/s | 3,000 |  |  |  |  |" in page(rows)
 
 
+def test_a_quoted_figure_is_not_another_shapes() -> None:
+    one = rate("base-c64", 3752.0, shape="gemma2-9b", setup="gemma2-9b, bfloat16, cuda")
+    assert "| base-c64 | tokens/s | 3,752 |  |  | 6,230 | 60% |" in page([one])
+
+
 @pytest.mark.parametrize("word", ["gptq", "engine.model.quantize=fp8"])
 def test_quantised_rows_have_no_limit_and_no_quoted_peer(word: str) -> None:
     one = rate("base-c64", 9696.0, setup=f"llama3-8b, bfloat16, cuda, {word}")
