@@ -22,6 +22,7 @@ import json
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -110,6 +111,7 @@ def measure(server: RecoveryServer, parsed: argparse.Namespace) -> Iterator[dict
         yield {"case": "start", "seconds": server.start().seconds}
         measuring = Measuring(server, parsed)
         for name in names:
+            time.sleep(parsed.rest)
             try:
                 yield from measuring.case(name)
             except Exception as fault:
@@ -144,6 +146,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         choices=cases.BLOWS,
         default=[blow for blow in cases.BLOWS if blow not in cases.SLOW_BLOWS],
         help="of the kills",
+    )
+    parser.add_argument(
+        "--rest",
+        type=float,
+        default=0.0,
+        help="seconds before each case: `cuda_graphs_later` leaves graphs to be recorded",
     )
     parser.add_argument("--folder", type=Path, help="of the server's log; default: a temporary one")
     parser.add_argument("--port", type=int, default=8123)

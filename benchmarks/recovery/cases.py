@@ -141,6 +141,8 @@ async def first_tokens(url: str, questions: Sequence[Question]) -> list[float]:
     async def one(session: aiohttp.ClientSession, question: Question) -> float:
         began, first = time.monotonic(), None
         async with session.post(f"{url}/generate_stream", json=question.body) as reply:
+            if reply.status != 200:
+                raise RuntimeError(f"{question.adapter}: {reply.status} {await reply.text()}")
             async for line in reply.content:
                 if first is None and line.startswith(b"data:"):
                     first = time.monotonic() - began
