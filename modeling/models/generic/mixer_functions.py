@@ -36,7 +36,7 @@ def mixer_forward(module: nn.Module, device: torch.device, dtype: torch.dtype) -
     if device.type != "cuda" or dtype is torch.float32:
         # What transformers puts in front of a function of its own keeps that.
         plain = {n: getattr(f, "__wrapped__", None) for n, f in named.items()}
-        own = {n: partial(_known, f) for n, f in plain.items() if f is not None}
+        own = {n: _with_known_options(f) for n, f in plain.items() if f is not None}
     if takes_slots(module, device):
         own[RULE] = partial(_step, own.get(RULE, named[RULE]))
     names = {**forward.__globals__, **own}
@@ -79,10 +79,14 @@ def _kernel(device_type: str) -> Callable[..., Tensor] | None:
     return delta_rule_step
 
 
-def _known(function: Callable[..., Any], *given: Any, **options: Any) -> Any:
-    """Call a function with those options that it has, as transformers does."""
-    known = inspect.signature(function).parameters
-    return function(*given, **{name: own for name, own in options.items() if name in known})
+def _with_known_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that leaves out options which it has not, as transformers does."""
+    known = frozenset(inspect.signature(function).parameters)
+
+    def call(*given: Any, **options: Any) -> Any:
+        return function(*given, **{name: own for name, own in options.items() if name in known})
+
+    return call
 
 
 def _step(rule: Callable[..., Any], *given: Tensor, initial_state: Any, **options: Any) -> Any:
