@@ -15,6 +15,10 @@ from configs.wire.sampling import FinishReason, Pooling, Sampling, Stopping
 from scheduler.drafts import Drafter
 from scheduler.events import Ended, Ending, RequestId
 
+STEP_TOKENS = 192
+"""A GPU computes about so many tokens in the time in which it reads the weights once, whatever the
+model."""
+
 PROOF_TOKENS = 8
 """New tokens after which the losses of the ranks are not counted against a request any more."""
 
@@ -58,6 +62,9 @@ class Request:
     freed: how many leading blocks of each table were freed before its end.
     covered: positions that its tables hold.
     digests: names of its full blocks in the prefix cache, as far as they were computed.
+    joined_at: positions that it found computed when it last joined; -1 before.
+    had_computed: positions that were computed when it last left the ranks.
+    safe_until: no slice's end preempts it before it has so many tokens.
     rope_set: that of position 0 (configs/rope_sets.py).
     registered: leading blocks, of the smallest size, that can be found in the prefix cache.
     cached_tokens: prompt tokens that came from the prefix cache.
@@ -104,6 +111,9 @@ class Request:
     freed: list[int] = field(default_factory=list, init=False)
     covered: int = field(default=0, init=False)
     digests: list[bytes] = field(default_factory=list, init=False)
+    joined_at: int = field(default=-1, init=False)
+    had_computed: int = field(default=0, init=False)
+    safe_until: int = field(default=0, init=False)
     rope_set: int = field(default=SHORT, init=False)
     registered: int = field(default=0, init=False)
     cached_tokens: int = field(default=0, init=False)
@@ -248,9 +258,21 @@ class Request:
         if rope_set != self.rope_set:  # The digests' chain starts from the set.
             self.rope_set, self.digests = rope_set, []
 
+    def found(self, computed: int) -> None:
+        """It joins, and finds so many positions computed.
+
+        If it gained nothing when it last ran, or lost much since, no slice's end preempts it before
+        it has new tokens, which take about as many steps as what it lost. Else long prompts over
+        more adapters than have room would be computed again and again.
+        """
+        lost = max(0, self.had_computed - computed)
+        if lost >= STEP_TOKENS or computed <= self.joined_at:
+            self.safe_until = len(self.tokens) + 1 + lost // STEP_TOKENS
+        self.joined_at = computed
+
     def rewind(self) -> None:
         """Start anew with the known tokens, which the next RequestJoin sends to the ranks."""
-        self.status = Status.WAITING
+        self.status, self.had_computed = Status.WAITING, self.computed
         self.computed = self.scheduled = self.pending = self.in_flight = self.registered = 0
         self.covered, self.batch_slot, self.drafts, self.guesses = 0, -1, (), ()
         self.tables, self.freed = [], []

@@ -139,6 +139,7 @@ class RunningRequests:
     def join(self, request: Request, cached: CachedPrefix, slot: int, step: StepBuilder) -> None:
         """Give a waiting request a batch slot and its first row, behind its cached blocks."""
         assert request.status is Status.WAITING, request.id
+        request.found(cached.tokens)
         # Held before blocks are allocated, which could evict idle ones.
         self._kv.take(request, cached)
         request.status = Status.RUNNING
@@ -187,10 +188,13 @@ class RunningRequests:
         """Preempt the requests of an adapter after its slice.
 
         Only where the prefix cache keeps what they have computed, and not if all end soon anyway.
+        A request that lost it runs on until it has new tokens (`Request.found`).
         """
         if not self.prefix.enabled:
             return
         own = [request for request in self.members if request.adapter == key]
+        if any(len(each.tokens) < each.safe_until for each in own):
+            return
         if any(each.max_total - each.total > SHORTEST_SLICE for each in own):
             for request in own:
                 self.preempt(request)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from configs.wire.adapters import AdapterKey, AdapterShape
@@ -48,6 +49,21 @@ def test_an_adapter_that_makes_room_is_unloaded_and_forgotten() -> None:
     stage.run(400)
     assert [len(each.received) for each in (first, second, third)] == [45, 59, 4]
     assert AdapterKey(1) not in stage.scheduler.adapter_states()
+
+
+@pytest.mark.parametrize(("adapter_slots", "adapters", "most"), [(1, 2, 6), (3, 5, 8)])
+def test_prompts_longer_than_a_slice_end_though_the_cache_holds_not_all(
+    adapter_slots: int, adapters: int, most: int
+) -> None:
+    """Each takes two thirds of the blocks, so nothing is kept of what another had computed."""
+    tight = replace(limits(max_step_tokens=64), slice_steps=4, patience_steps=0)
+    ranks = capacity(adapter_slots=adapter_slots, num_blocks=150)
+    told = story(ranks=msgspec.structs.replace(ranks, max_total_tokens=500), limits=tight)
+    stage = Stage(told)
+    for key in range(1, adapters + 1):
+        stage.arrive(arrive(length=400, new=40, adapter=key, first=key))
+    stage.run(4000)
+    assert stage.computed <= most * adapters * 440
 
 
 def test_a_request_is_not_preempted_before_its_slice_is_over() -> None:
