@@ -64,7 +64,8 @@ class Request:
     digests: names of its full blocks in the prefix cache, as far as they were computed.
     joined_at: positions that it found computed when it last joined; -1 before.
     had_computed: positions that were computed when it last left the ranks.
-    safe_until: no slice's end preempts it before it has so many tokens.
+    joined_with: how many tokens it had when it last joined.
+    lost: how many positions it did not find computed then that it had computed; 0: few.
     rope_set: that of position 0 (configs/rope_sets.py).
     registered: leading blocks, of the smallest size, that can be found in the prefix cache.
     cached_tokens: prompt tokens that came from the prefix cache.
@@ -113,7 +114,8 @@ class Request:
     digests: list[bytes] = field(default_factory=list, init=False)
     joined_at: int = field(default=-1, init=False)
     had_computed: int = field(default=0, init=False)
-    safe_until: int = field(default=0, init=False)
+    joined_with: int = field(default=0, init=False)
+    lost: int = field(default=0, init=False)
     rope_set: int = field(default=SHORT, init=False)
     registered: int = field(default=0, init=False)
     cached_tokens: int = field(default=0, init=False)
@@ -259,16 +261,11 @@ class Request:
             self.rope_set, self.digests = rope_set, []
 
     def found(self, computed: int) -> None:
-        """It joins, and finds so many positions computed.
-
-        If it gained nothing when it last ran, or lost much since, no slice's end preempts it before
-        it has new tokens, which take about as many steps as what it lost. Else long prompts over
-        more adapters than have room would be computed again and again.
-        """
-        lost = max(0, self.had_computed - computed)
-        if lost >= STEP_TOKENS or computed <= self.joined_at:
-            self.safe_until = len(self.tokens) + 1 + lost // STEP_TOKENS
-        self.joined_at = computed
+        """It joins, and finds so many positions computed."""
+        lost = max(1, self.had_computed - computed)
+        # As long as it gains by its turns, a few do not matter.
+        self.lost = lost if lost >= STEP_TOKENS or computed <= self.joined_at else 0
+        self.joined_at, self.joined_with = computed, len(self.tokens)
 
     def rewind(self) -> None:
         """Start anew with the known tokens, which the next RequestJoin sends to the ranks."""
