@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import inf
 from typing import Any
 
 import aiohttp
@@ -49,9 +50,11 @@ class Case:
 class Measured:
     """What the clients saw; times in seconds.
 
+    sent: requests that were sent.
     cached: tokens of prompts that the server had in its prefix cache, if it reports them.
     """
 
+    sent: int = 0
     tokens: int = 0
     cached: int = 0
     first: list[float] = field(default_factory=list)
@@ -89,6 +92,7 @@ async def ask(
     session: aiohttp.ClientSession, url: str, body: dict[str, Any], measured: Measured
 ) -> None:
     """Send one request and time its chunks; a connection that ends is an error of that request."""
+    measured.sent += 1
     try:
         await _ask(session, url, body, measured)
     except aiohttp.ClientError as fault:
@@ -160,10 +164,12 @@ async def run(
     key: str | None = None,
     answered: Callable[[], None] = lambda: None,
     requests: Iterator[dict[str, Any]] | None = None,
+    most_seconds: float = inf,
 ) -> dict[str, Any]:
     """Play one case; returns its row. `answered` is called after each request.
 
-    requests: the bodies of its requests; None: as `bodies` makes them.
+    requests: the bodies of its requests; None: as `bodies` makes them. most_seconds: then no client
+    sends another one.
     """
     measured = Measured()
     waiting = bodies(case, vocabulary, seed) if requests is None else requests
@@ -177,6 +183,8 @@ async def run(
             for body in waiting:
                 await ask(session, url, body, measured)
                 answered()
+                if time.perf_counter() - began > most_seconds:
+                    return
 
         began = time.perf_counter()
         await asyncio.gather(*(client() for _ in range(case.concurrency)))
@@ -184,7 +192,7 @@ async def run(
     return {
         "case": case.name,
         "concurrency": case.concurrency,
-        "requests": case.requests,
+        "requests": measured.sent,
         "input_length": case.input_length,
         "output_length": case.output_length,
         "cached_prompt_tokens": measured.cached,
@@ -237,14 +245,23 @@ async def play(parsed: argparse.Namespace) -> list[str]:
     selected = [case for case in cases if not parsed.cases or case.name in parsed.cases]
     console = Console(stderr=True)
     failed = []
-    # A bar on a terminal; the rows are on stdout.
+    # A bar on a terminal, else a line for each case; the rows are on stdout.
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         for seed, case in enumerate((warm, *selected)):
             task = progress.add_task(case.name, total=case.requests)
             if steps is not None:
                 await steps.since_last()
+            if not console.is_terminal:
+                console.print(f"{case.name}: up to {case.requests} requests")
+            answered = partial(progress.advance, task)
             row = await run(
-                parsed.url, case, parsed.vocabulary, seed, key, partial(progress.advance, task)
+                parsed.url,
+                case,
+                parsed.vocabulary,
+                seed,
+                key,
+                answered,
+                most_seconds=parsed.seconds,
             )
             progress.remove_task(task)
             if steps is not None:
@@ -252,7 +269,7 @@ async def play(parsed: argparse.Namespace) -> list[str]:
             if case is not warm:
                 print(json.dumps(row), flush=True)
             if row["errors"]:
-                message = f"{case.name}: {row['errors']} of {case.requests} requests failed"
+                message = f"{case.name}: {row['errors']} of {row['requests']} requests failed"
                 failed.append(f"{message}, the first by: {row['first_error'][0]}")
     return failed
 
@@ -265,6 +282,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--adapters", type=int, default=32, help="a0 .. aN-1 are used")
     parser.add_argument("--names", nargs="*", help="the adapters' own names instead")
     parser.add_argument("--requests", type=int, help="of each case, instead of the table's")
+    parser.add_argument(
+        "--seconds", type=float, default=inf, help="after which no more requests of a case are sent"
+    )
     parser.add_argument("--input-length", type=int, help="words of each prompt (512)")
     parser.add_argument("--output-length", type=int, help="tokens of each answer (256)")
     parser.add_argument("--vocabulary", type=int, default=120_000)

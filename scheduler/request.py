@@ -15,6 +15,10 @@ from configs.wire.sampling import FinishReason, Pooling, Sampling, Stopping
 from scheduler.drafts import Drafter
 from scheduler.events import Ended, Ending, RequestId
 
+STEP_TOKENS = 192
+"""A GPU computes about so many tokens in the time in which it reads the weights once, whatever the
+model."""
+
 PROOF_TOKENS = 8
 """New tokens after which the losses of the ranks are not counted against a request any more."""
 
@@ -58,6 +62,10 @@ class Request:
     freed: how many leading blocks of each table were freed before its end.
     covered: positions that its tables hold.
     digests: names of its full blocks in the prefix cache, as far as they were computed.
+    joined_at: positions that it found computed when it last joined; -1 before.
+    had_computed: positions that were computed when it last left the ranks.
+    joined_with: how many tokens it had when it last joined.
+    lost: how many positions it did not find computed then that it had computed; 0: few.
     rope_set: that of position 0 (configs/rope_sets.py).
     registered: leading blocks, of the smallest size, that can be found in the prefix cache.
     cached_tokens: prompt tokens that came from the prefix cache.
@@ -104,6 +112,10 @@ class Request:
     freed: list[int] = field(default_factory=list, init=False)
     covered: int = field(default=0, init=False)
     digests: list[bytes] = field(default_factory=list, init=False)
+    joined_at: int = field(default=-1, init=False)
+    had_computed: int = field(default=0, init=False)
+    joined_with: int = field(default=0, init=False)
+    lost: int = field(default=0, init=False)
     rope_set: int = field(default=SHORT, init=False)
     registered: int = field(default=0, init=False)
     cached_tokens: int = field(default=0, init=False)
@@ -248,9 +260,16 @@ class Request:
         if rope_set != self.rope_set:  # The digests' chain starts from the set.
             self.rope_set, self.digests = rope_set, []
 
+    def found(self, computed: int) -> None:
+        """It joins, and finds so many positions computed."""
+        lost = max(1, self.had_computed - computed)
+        # As long as it gains by its turns, a few do not matter.
+        self.lost = lost if lost >= STEP_TOKENS or computed <= self.joined_at else 0
+        self.joined_at, self.joined_with = computed, len(self.tokens)
+
     def rewind(self) -> None:
         """Start anew with the known tokens, which the next RequestJoin sends to the ranks."""
-        self.status = Status.WAITING
+        self.status, self.had_computed = Status.WAITING, self.computed
         self.computed = self.scheduled = self.pending = self.in_flight = self.registered = 0
         self.covered, self.batch_slot, self.drafts, self.guesses = 0, -1, (), ()
         self.tables, self.freed = [], []

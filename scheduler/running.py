@@ -14,7 +14,7 @@ from configs.wire.sampling import FinishReason
 from scheduler.admission.limits import Limits
 from scheduler.kv.prefix_cache import CachedPrefix
 from scheduler.kv.tables import KvTables
-from scheduler.request import Request, Status
+from scheduler.request import STEP_TOKENS, Request, Status
 from scheduler.speculation import Drafting, Drafts, right_samples, take_guesses
 from scheduler.step import StepBuilder
 from scheduler.step_costs import StepCosts
@@ -139,6 +139,7 @@ class RunningRequests:
     def join(self, request: Request, cached: CachedPrefix, slot: int, step: StepBuilder) -> None:
         """Give a waiting request a batch slot and its first row, behind its cached blocks."""
         assert request.status is Status.WAITING, request.id
+        request.found(cached.tokens)
         # Held before blocks are allocated, which could evict idle ones.
         self._kv.take(request, cached)
         request.status = Status.RUNNING
@@ -187,10 +188,16 @@ class RunningRequests:
         """Preempt the requests of an adapter after its slice.
 
         Only where the prefix cache keeps what they have computed, and not if all end soon anyway.
+        Where it did not, a request runs on until it has new tokens, which take as many steps as
+        what the running ones lost. Else long prompts over more adapters than have room would be
+        computed again and again.
         """
         if not self.prefix.enabled:
             return
         own = [request for request in self.members if request.adapter == key]
+        fewest = sum(each.lost for each in self.members) // STEP_TOKENS
+        if any(each.lost and len(each.tokens) <= each.joined_with + fewest for each in own):
+            return
         if any(each.max_total - each.total > SHORTEST_SLICE for each in own):
             for request in own:
                 self.preempt(request)

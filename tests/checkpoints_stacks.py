@@ -357,9 +357,13 @@ def _class_of(kind: str) -> str:
 
 
 def write_stack(folder: Path, variant: str) -> Path:
-    """Write a tiny random model of a kind into `folder` and return it."""
-    fields = dict(STACKS[variant])
-    kind = fields.pop("model_type", variant)
+    """Write a tiny random model of a kind into `folder` and return it.
+
+    A variant of STACKS with `_causal` behind it: config.json names the decoder's class.
+    """
+    name = variant.removesuffix("_causal")
+    fields = dict(STACKS[name])
+    kind = fields.pop("model_type", name)
     config = CONFIG_MAPPING[kind](**{**fields, **dict.fromkeys(_PLACEHOLDERS, IMAGE)})
     made: Any = getattr(transformers, _class_of(kind))
     with torch.random.fork_rng(devices=[]):
@@ -369,6 +373,8 @@ def write_stack(folder: Path, variant: str) -> Path:
             randomise(name, parameter)
         model.tie_weights()
     model.save_pretrained(folder, save_original_format=kind != "kimi_k25")
+    if variant != name:
+        _name_decoder(folder / "config.json")
     if variant.endswith("_flat"):
         _flatten(folder / "config.json")
     if variant.endswith("_whole"):
@@ -376,6 +382,12 @@ def write_stack(folder: Path, variant: str) -> Path:
     if variant.endswith("_turned"):
         _turn(folder / "model.safetensors")
     return folder
+
+
+def _name_decoder(path: Path) -> None:
+    """Name the decoder's class, as tools do that save it with the larger model's config."""
+    text = path.read_text(encoding="utf-8")
+    path.write_text(text.replace("ForConditionalGeneration", "ForCausalLM"), encoding="utf-8")
 
 
 def _enclose(folder: Path) -> None:

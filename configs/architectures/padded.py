@@ -57,6 +57,12 @@ def parse(name: str, config: Mapping[str, Any]) -> PaddedArchitecture:
     length = None if config.get("alibi") else _first(config, _LENGTHS)
     kinds = config.get("layers_block_type") or config.get("layer_types") or ()
     layers = _first(config, LAYER_COUNTS) or len(kinds)
+    if not layers and isinstance(config.get("text_config"), Mapping):
+        raise ArchitectureError(
+            f"architectures names {name}, but config.json has a decoder's fields in text_config, "
+            "as larger models have: name the larger model's class, or save the decoder by itself "
+            "with transformers (AutoModelForCausalLM: from_pretrained, save_pretrained)"
+        )
     if not layers:
         raise ArchitectureError(f"config.json gives none of {', '.join(LAYER_COUNTS)}")
     return PaddedArchitecture(

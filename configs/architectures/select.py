@@ -127,12 +127,12 @@ def _parse(config: Mapping[str, Any]) -> ModelArchitecture:
     for name in names:
         if encoders.is_encoder(name, config):
             return encoders.parse(name, config)
+        if text_stack.is_text_stack(name, config):
+            return _text_stack(name, config)
         if padded.is_causal(name):
             return generic.parse(name, config)
         if classifiers.is_classifier(name):
             return _classifier(name, config)
-        if text_stack.is_text_stack(name, config):
-            return _text_stack(name, config)
     raise _unsupported(names)
 
 

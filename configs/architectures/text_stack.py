@@ -61,7 +61,13 @@ config.json does not name one."""
 
 WRAPPERS = frozenset(_KINDS)
 
+_DECODER_CLASSES = {
+    f"{name}ForCausalLM": f"{name}{SUFFIX}" for name in ("Llama4", "Qwen3_5", "Qwen3_5Moe")
+}
+"""Decoders' classes that transformers also makes of a larger model's config.json; its class."""
+
 _OTHER_NAMES = {
+    **_DECODER_CLASSES,
     "KimiK25ForConditionalGeneration": "Kimi_K25ForConditionalGeneration",
     "Qwen2_5OmniModel": "Qwen2_5OmniThinkerForConditionalGeneration",
     "Qwen2_5OmniForConditionalGeneration": "Qwen2_5OmniThinkerForConditionalGeneration",
@@ -104,9 +110,9 @@ _SHARED = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 def is_text_stack(name: str, config: Mapping[str, Any]) -> bool:
     """Whether a config.json is of a larger model that has a decoder of text."""
-    return name in _OTHER_NAMES or (
-        name.endswith(SUFFIX) and ("text_config" in config or name in _FLAT)
-    )
+    if name in _DECODER_CLASSES or (name.endswith(SUFFIX) and name not in _FLAT):
+        return "text_config" in config
+    return name in _OTHER_NAMES or name in _FLAT
 
 
 def writing_part(config: Mapping[str, Any]) -> Mapping[str, Any]:

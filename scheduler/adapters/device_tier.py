@@ -46,8 +46,8 @@ class DeviceTier:
 
     @property
     def closed(self) -> list[AdapterKey]:
-        """Adapters that admit nothing, to make room for the reserved one."""
-        return sorted(self._closed)
+        """Loaded adapters that admit nothing, to make room for the reserved one."""
+        return sorted(key for key in self._closed if key in self._loaded)
 
     def is_closed(self, key: AdapterKey) -> bool:
         """Whether the adapter admits nothing, to make room for the reserved one."""

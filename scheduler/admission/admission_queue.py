@@ -6,7 +6,7 @@ queue is in one QueueState; `_state_of` decides which, `_enter` puts it there.
 
 Adapters that wait for the device share it by time. A loaded adapter keeps its slot for a slice,
 from its first admission on; after that it is the next to make room, whether its requests are old
-or new. Time is counted in steps, and a step with many tokens counts for several, so that one
+or new. Time is counted in steps, and one more for every STEP_TOKENS tokens of them, so that one
 adapter's long prompts do not stretch the wait of all others (docs/design/fairness.md).
 """
 
@@ -19,16 +19,12 @@ from scheduler.adapters.residency import AdapterReadiness, Residency
 from scheduler.admission.limits import Limits
 from scheduler.admission.queues import AdapterQueues, QueueState
 from scheduler.admission.rate_limits import QueueKey, RateLimits
-from scheduler.request import Request
+from scheduler.request import STEP_TOKENS, Request
 from scheduler.running import SHORTEST_SLICE
 from scheduler.step import StepBuilder
 
 MAX_LOADS_SEEN = 16
 """How many pending loads a step looks at, so that its cost does not grow with their number."""
-
-STEP_TOKENS = 192
-"""Time advances by one for each step and by one for each so many tokens. A GPU computes about so
-many tokens in the time in which it reads the weights once, whatever the model."""
 
 _STATE = {
     AdapterReadiness.READY: QueueState.ADMITS,

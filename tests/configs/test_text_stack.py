@@ -42,6 +42,12 @@ def test_a_generic_decoder_too() -> None:
     assert (spec.architecture, spec.is_text_stack) == ("Gemma3ForCausalLM", True)
 
 
+@pytest.mark.parametrize("name", ["Gemma3ForCausalLM", "Emu3ForCausalLM"])
+def test_a_decoders_class_that_transformers_makes_of_no_larger_models_config(name: str) -> None:
+    with pytest.raises(ArchitectureError, match=f"names {name}, but .*: name the larger model's"):
+        parse_architecture({"architectures": [name], "text_config": TEXT})
+
+
 LLAVA = "LlavaForConditionalGeneration"
 """A class that may have any decoder."""
 

@@ -275,6 +275,7 @@ FAMILIES: dict[str, Family] = {
     "converted": Family(write_generic, converted("qwen3_moe")),
     "converted_mixtral": Family(write_generic, converted("mixtral")),
     "stack": Family(write_stack, STACK_ADAPTERS),
+    "decoder": Family(write_stack, GENERIC_ADAPTERS),
     "generic_ends": Family(write_generic, GENERIC_ENDS),
     "gpt2": Family(write_gpt2, GPT2_ADAPTERS),
     "opt": Family(write_opt, OPT_ADAPTERS),

@@ -97,6 +97,12 @@ def compare_stack(world: World, variant: str) -> None:
     compare(world, Setting("stack", variant, 2, [BASE, adapter]))
 
 
+@pytest.mark.parametrize("variant", ["llama4_causal", "qwen3_5_causal", "qwen3_5_moe_causal"])
+def test_decoders_by_their_own_class_in_a_larger_models_config(world: World, variant: str) -> None:
+    """With adapters that were trained on the decoder alone."""
+    compare(world, Setting("decoder", variant, 2, EVERYONE))
+
+
 @pytest.mark.parametrize("spread", [False, True])
 @pytest.mark.parametrize("variant", ["glm4v_moe", "qwen3_omni_moe_whole", "qwen3_vl_moe_turned"])
 def test_experts_of_larger_models(world: World, variant: str, spread: bool) -> None:

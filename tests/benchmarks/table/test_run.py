@@ -131,6 +131,12 @@ def test_connections_that_end_are_errors() -> None:
     assert "errors" in line_of({**row, "group": "one-gpu"})
 
 
+def test_no_request_is_sent_after_a_cases_time() -> None:
+    unreachable, case = f"http://127.0.0.1:{free_port()}", Case("dead", ("base",), 2, 6, 4, 4)
+    row = asyncio.run(run(unreachable, case, 1000, most_seconds=0.0))
+    assert (row["requests"], row["errors"]) == (2, 2), "one of each client"
+
+
 def test_no_server_is_started_without_time(work: Path, tmp_path: Path) -> None:
     out = tmp_path / "results.jsonl"
     printed = play_peer(work, out, "--seconds", "10")

@@ -2,14 +2,16 @@
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 
-from configs.wire.adapters import AdapterKey
+from configs.wire.adapters import AdapterKey, AdapterShape
 from scheduler.adapters.resident import AdapterState
 from scheduler.running import SHORTEST_SLICE
 from tests.scheduler.admission.test_fairness import PATIENCE, limits, waited
 from tests.scheduler.small import arrive, capacity, story
 from tests.scheduler.stage import Stage
+from tests.strategies import Unload
 
 
 @pytest.mark.parametrize("slice_steps", [5, 20])
@@ -29,6 +31,39 @@ def test_long_requests_make_room_for_another_adapter_and_resume(
     assert snapshot.num_preemptions == 3
     # What was computed is found again, but for a block and what two plans in flight had added.
     assert stage.computed <= 3 * (152 + 2 * 4 + 2) + 6
+
+
+def test_an_adapter_that_makes_room_is_unloaded_and_forgotten() -> None:
+    """The third takes the pages of both others, of which the first is gone long before."""
+    tight = replace(limits(), slice_steps=30, prefix_caching=False)
+    told = story(ranks=capacity(adapter_slots=3, num_blocks=200), limits=tight)
+    told = replace(told, shapes={**told.shapes, AdapterKey(3): AdapterShape((8, 8), 10)})
+    stage = Stage(told)
+    first, second = (
+        stage.arrive(arrive(new=most, adapter=key)) for key, most in ((1, 45), (2, 59))
+    )
+    for _ in range(8):
+        stage.go_round()
+    stage.act(Unload(AdapterKey(1)))
+    third = stage.arrive(arrive(adapter=3))
+    stage.run(400)
+    assert [len(each.received) for each in (first, second, third)] == [45, 59, 4]
+    assert AdapterKey(1) not in stage.scheduler.adapter_states()
+
+
+@pytest.mark.parametrize(("adapter_slots", "adapters", "most"), [(1, 2, 6), (3, 5, 6)])
+def test_prompts_longer_than_a_slice_end_though_the_cache_holds_not_all(
+    adapter_slots: int, adapters: int, most: int
+) -> None:
+    """Each takes two thirds of the blocks, so nothing is kept of what another had computed."""
+    tight = replace(limits(max_step_tokens=64), slice_steps=4, patience_steps=0)
+    ranks = capacity(adapter_slots=adapter_slots, num_blocks=150)
+    told = story(ranks=msgspec.structs.replace(ranks, max_total_tokens=500), limits=tight)
+    stage = Stage(told)
+    for key in range(1, adapters + 1):
+        stage.arrive(arrive(length=400, new=40, adapter=key, first=key))
+    stage.run(4000)
+    assert stage.computed <= most * adapters * 440
 
 
 def test_a_request_is_not_preempted_before_its_slice_is_over() -> None:
