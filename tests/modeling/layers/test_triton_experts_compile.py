@@ -50,7 +50,7 @@ class Compiled:
         name, names = kernel.fn.__name__, kernel.arg_names
         tensors = [isinstance(each, torch.Tensor) for each in arguments]
         types = [
-            TYPES[own.dtype] if is_tensor else "i32"
+            TYPES[own.dtype] if is_tensor else "fp32" if isinstance(own, float) else "i32"
             for own, is_tensor in zip(arguments, tensors, strict=True)
         ]
         form = (name, *types, *sorted(constants.items()), *sorted(options.items()))
@@ -63,7 +63,7 @@ class Compiled:
         aligned = {
             (i,): [["tt.divisibility", 16]]
             for i, own in enumerate(arguments)
-            if tensors[i] or (known[i] and own % 16 == 0)
+            if tensors[i] or (types[i] == "i32" and known[i] and own % 16 == 0)
         }
         source = ASTSource(kernel, signature, values, aligned)
         made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(options))
