@@ -85,7 +85,14 @@ class Reshare:
     shares: dict[AdapterKey | None, AdapterShare]
 
 
-Action = Arrive | Cancel | Ticks | LoseGroup | Pin | Unload | Want | Reshare
+@dataclass(frozen=True)
+class Relimit:
+    """An operator changes how many tokens a step has, up to those that it had first."""
+
+    max_step_tokens: int
+
+
+Action = Arrive | Cancel | Ticks | LoseGroup | Pin | Unload | Want | Reshare | Relimit
 
 
 @dataclass(frozen=True)
@@ -96,6 +103,7 @@ class Story:
     that staging takes, per adapter. copies: ticks that a fill takes beyond the first, likewise.
     shares: the shares at first. merges: adapters that are made of others. making: ticks
     that a matcher takes. wear: after how many tokens one's lexer meets its limits.
+    meanwhile: by tick, what happens while that tick's plan is in flight.
     """
 
     capacity: Capacity
@@ -109,10 +117,12 @@ class Story:
     merges: dict[AdapterKey, tuple[AdapterKey, ...]] = field(default_factory=dict)
     making: int = 0
     wear: int = 1000
+    meanwhile: dict[int, Action] = field(default_factory=dict)
 
     def all_shares(self) -> list[AdapterShare]:
         """Every share of any time."""
-        later = [action.shares for action in self.actions if isinstance(action, Reshare)]
+        actions = (*self.actions, *self.meanwhile.values())
+        later = [action.shares for action in actions if isinstance(action, Reshare)]
         return [share for shares in (self.shares, *later) for share in shares.values()]
 
 
@@ -265,6 +275,7 @@ def stories(draw: st.DrawFn, num_adapters: int = 5) -> Story:
         st.builds(LoseGroup),
         st.builds(Want, known),
         st.builds(Reshare, adapter_shares(num_adapters)),
+        st.builds(Relimit, st.integers(1, 24)),
     )
     action = st.one_of(arrive, arrive, arrive, arrive, embed, ticks, rare)
     num_actions = draw(st.integers(1, 30))  # A list of its own choice stays too short.
@@ -280,4 +291,5 @@ def stories(draw: st.DrawFn, num_adapters: int = 5) -> Story:
         merges=draw(merges(num_adapters)),
         making=draw(st.sampled_from([0, 1, 4])),
         wear=draw(st.sampled_from([1, 6, 20, 1000])),
+        meanwhile=draw(st.dictionaries(st.integers(1, 40), rare, max_size=6)),
     )

@@ -1,7 +1,7 @@
 """A stage for stories: the loop of a driver over fake ranks, and its clients."""
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from configs.runtime import AdapterShare
 from configs.wire.adapters import AdapterKey, AdapterRefusal
@@ -36,6 +36,7 @@ from tests.strategies import (
     Cancel,
     LoseGroup,
     Pin,
+    Relimit,
     Reshare,
     Story,
     Ticks,
@@ -131,6 +132,10 @@ class Stage:
                 self.send(AdapterWanted(key))
             case Reshare(shares):
                 self.set_shares(shares)
+            case Relimit(tokens):
+                first = self.story.limits
+                tokens = min(tokens, first.max_step_tokens)
+                self.scheduler.reconfigure(replace(first, max_step_tokens=tokens))
         self.scheduler.check()
 
     def arrive(self, arrival: Arrive) -> Client:
@@ -171,6 +176,8 @@ class Stage:
         self.computed += sum(row.length for row in plan.rows)
         for load in plan.loads:
             self.loading[load.key] = self.tick + 1 + self.story.copies.get(load.key, 0)
+        if self.tick in self.story.meanwhile:
+            self.act(self.story.meanwhile[self.tick])
         if plan.empty or len(self.in_flight) >= self.story.limits.steps_ahead:
             self.apply_oldest()
 
