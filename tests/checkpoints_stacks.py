@@ -361,9 +361,9 @@ def write_stack(folder: Path, variant: str) -> Path:
 
     A variant of STACKS with `_causal` behind it: config.json names the decoder's class.
     """
-    name = variant.removesuffix("_causal")
-    fields = dict(STACKS[name])
-    kind = fields.pop("model_type", name)
+    stack = variant.removesuffix("_causal")
+    fields = dict(STACKS[stack])
+    kind = fields.pop("model_type", stack)
     config = CONFIG_MAPPING[kind](**{**fields, **dict.fromkeys(_PLACEHOLDERS, IMAGE)})
     made: Any = getattr(transformers, _class_of(kind))
     with torch.random.fork_rng(devices=[]):
@@ -373,7 +373,7 @@ def write_stack(folder: Path, variant: str) -> Path:
             randomise(name, parameter)
         model.tie_weights()
     model.save_pretrained(folder, save_original_format=kind != "kimi_k25")
-    if variant != name:
+    if variant != stack:
         _name_decoder(folder / "config.json")
     if variant.endswith("_flat"):
         _flatten(folder / "config.json")

@@ -110,9 +110,10 @@ _SHARED = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 def is_text_stack(name: str, config: Mapping[str, Any]) -> bool:
     """Whether a config.json is of a larger model that has a decoder of text."""
-    if name in _DECODER_CLASSES or (name.endswith(SUFFIX) and name not in _FLAT):
-        return "text_config" in config
-    return name in _OTHER_NAMES or name in _FLAT
+    has_decoder = "text_config" in config
+    if name in _DECODER_CLASSES:
+        return has_decoder
+    return name in _OTHER_NAMES or name in _FLAT or (name.endswith(SUFFIX) and has_decoder)
 
 
 def writing_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
