@@ -30,7 +30,10 @@ CUTS = (
 """Eight tokens take the tensor cores' instruction of a warp, more that of four warps. Beyond 64
 numbers are made and multiplied by a library."""
 
-WIDE, MANY = ProductCut(32, 256, 128, 8, 3, blocks=132), 8192
+MANY = 8192
+"""Of outputs, or of inputs: from here on a product is cut otherwise."""
+
+WIDE = ProductCut(32, 256, 128, 8, 3, blocks=132)
 """Of 17 to 32 tokens, where codes have no zero points or there are MANY outputs: programs that read
 x half as often."""
 

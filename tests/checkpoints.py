@@ -396,7 +396,7 @@ def _compute_in_torch(model: Any) -> None:
         forward = inspect.unwrap(type(module).forward)
         if mixer_functions.RULE in forward.__code__.co_names:
             cpu, dtype = torch.device("cpu"), torch.float32
-            module.forward = mixer_functions.mixer_forward(module, cpu, dtype)
+            module.forward = mixer_functions.mixer_forward(module, cpu, dtype).compute
 
 
 def load_adapted_oracle(folder: Path, adapter_folder: Path) -> Any:

@@ -29,9 +29,8 @@ PEER = "peer"
 PEER_NAME = "vLLM 0.25.1"
 """The peer with the quoted figures."""
 
-QUOTED_SHAPES: Mapping[str, str] = {"seventy-b": "llama3-70b"}
 QUOTED_SHAPE = "llama3-8b"
-"""The shapes of the quoted figures, by group; of the groups that are not here."""
+"""The shape of the quoted figures, in groups that have no shape of their own."""
 
 
 @dataclass(frozen=True)

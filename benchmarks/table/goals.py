@@ -11,14 +11,13 @@ from benchmarks.table.figures import (
     IN_TIME,
     PEER,
     QUOTED_SHAPE,
-    QUOTED_SHAPES,
     UNITS,
     Figure,
     Goal,
     is_better_low,
     limit,
 )
-from benchmarks.table.groups import RowGroup
+from benchmarks.table.groups import FULL, RowGroup, groups
 from benchmarks.table.rows import OURS, Row, is_good, key_of, medians
 
 STANDARD = ("one-gpu", "two-gpus", "seventy-b")
@@ -97,7 +96,7 @@ def peer_value(sheet: Sheet, group: str, case: str, metric: str) -> PeerValue | 
     if figure is None or figure.metric != metric or not figure.quoted:
         return None
     ours = sheet.row(group, case)
-    shape = QUOTED_SHAPES.get(group, QUOTED_SHAPE)
+    shape = groups(FULL)[group].shape or QUOTED_SHAPE
     if ours is not None and not (_is_standard(ours) and ours["shape"] == shape):
         return None
     return PeerValue(min(figure.quoted), max(figure.quoted), True)

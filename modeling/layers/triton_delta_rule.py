@@ -16,7 +16,7 @@ from torch import Tensor
 
 from modeling.triton_launch import Launcher, aligned
 
-BLOCK_V = 64
+BLOCK_V = 32
 """Columns of a state that one program has."""
 
 EPS = 1e-6

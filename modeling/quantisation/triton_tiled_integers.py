@@ -21,7 +21,12 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from modeling.quantisation.triton_product import MAX_BLOCKS, MAX_SUMS, product_memory
-from modeling.triton_integer_tiles import assembly, integer_arguments, integer_constants
+from modeling.triton_integer_tiles import (
+    MANY,
+    assembly,
+    integer_arguments,
+    integer_constants,
+)
 from modeling.triton_launch import Launcher, aligned, has_dependent_launch, launch_options
 from modeling.triton_tiles import store_tile
 from sharding.linear_weight import Operands
@@ -73,8 +78,6 @@ TILED_CUTS = {
 }
 """As measured on an H200: of at least MANY outputs, else of at least MANY inputs, and of others. A
 library is as fast for more tokens, and faster for codes that stand for other numbers."""
-
-MANY = 8192
 
 
 def _assembly(dtype: torch.dtype, has_table: bool) -> dict[str, str]:

@@ -17,8 +17,6 @@ from torch import Tensor, nn
 RULE = "torch_recurrent_gated_delta_rule"
 """What transformers' mixers call for one token of a sequence that has a state."""
 
-Forward = Callable[..., Tensor]
-
 
 class SlotStates(NamedTuple):
     """Some rows' states where they lie: of all batch slots [slots, ...], and int64 [rows]."""
@@ -27,31 +25,36 @@ class SlotStates(NamedTuple):
     slots: Tensor
 
 
-def mixer_forward(module: nn.Module, device: torch.device, dtype: torch.dtype) -> Forward:
+class MixerForward(NamedTuple):
+    """A mixer's forward.
+
+    takes_slots: whether it takes `SlotStates` for rows of one token each, and changes those.
+    """
+
+    compute: Callable[..., Tensor]
+    takes_slots: bool
+
+
+def mixer_forward(module: nn.Module, device: torch.device, dtype: torch.dtype) -> MixerForward:
     """Return a mixer's forward for inputs of this type, there."""
     forward, own = _as_written(module), dict[str, Any]()
     if forward is None:
-        return MethodType(type(module).forward, module)
+        return MixerForward(MethodType(type(module).forward, module), False)
     named = {name: forward.__globals__.get(name) for name in forward.__code__.co_names}
     if device.type != "cuda" or dtype is torch.float32:
         # What transformers puts in front of a function of its own keeps that.
         plain = {n: getattr(f, "__wrapped__", None) for n, f in named.items()}
         own = {n: _with_known_options(f) for n, f in plain.items() if f is not None}
-    if takes_slots(module, device):
-        own[RULE] = partial(_step, own.get(RULE, named[RULE]))
+    kernel = _kernel(device.type) if RULE in named else None
+    if kernel is not None:
+        own[RULE] = partial(_step, kernel, own.get(RULE, named[RULE]))
     names = {**forward.__globals__, **own}
     changed = FunctionType(
         forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__
     )
     changed.__kwdefaults__ = forward.__kwdefaults__
-    return MethodType(changed if own else type(module).forward, module)
-
-
-def takes_slots(module: nn.Module, device: torch.device) -> bool:
-    """Whether a mixer takes `SlotStates`, for rows of one token each, and changes those."""
-    forward = _as_written(module)
-    calls = forward is not None and RULE in forward.__code__.co_names
-    return calls and _kernel(device.type) is not None
+    used = changed if own else type(module).forward
+    return MixerForward(MethodType(used, module), kernel is not None)
 
 
 def _as_written(module: nn.Module) -> Any:
@@ -89,11 +92,15 @@ def _with_known_options(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _step(rule: Callable[..., Any], *given: Tensor, initial_state: Any, **options: Any) -> Any:
+def _step(
+    kernel: Callable[..., Tensor],
+    rule: Callable[..., Any],
+    *given: Tensor,
+    initial_state: Any,
+    **options: Any,
+) -> Any:
     """Compute the rule; states of batch slots are changed where they lie, and none is returned."""
     if not isinstance(initial_state, SlotStates):
         return rule(*given, initial_state=initial_state, **options)
-    kernel = _kernel(given[0].device.type)
-    assert kernel is not None, "states of batch slots without the kernel that reads them"
     gates, norm = (options["g"], options["beta"]), options["use_qk_l2norm_in_kernel"]
     return kernel(*given, *gates, *initial_state, norm), None

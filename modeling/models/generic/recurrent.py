@@ -22,12 +22,7 @@ from transformers import Cache, DynamicCache
 
 from configs.architectures.base import ArchitectureError
 from modeling.models.context import StateRows
-from modeling.models.generic.mixer_functions import (
-    Forward,
-    SlotStates,
-    mixer_forward,
-    takes_slots,
-)
+from modeling.models.generic.mixer_functions import MixerForward, SlotStates, mixer_forward
 from modeling.models.generic.step import CurrentStep
 
 logger = logging.getLogger("loray.modeling")
@@ -59,7 +54,7 @@ class RecurrentLayers:
         self._states: dict[int, list[_State]] = {}
         self._decodes: list[tuple[str, Callable[[], Tensor]]] = []
         self._fresh: list[Any] = []
-        self._forwards: dict[int, Forward] = {}
+        self._forwards: dict[int, MixerForward] = {}
         for module in causal.modules():
             name = _cache_argument(module)
             if name is not None:
@@ -113,10 +108,10 @@ class RecurrentLayers:
     ) -> Tensor:
         """Replace a mixer's forward: [1, tokens, hidden] to the same shape."""
         layer: int = module.layer_idx
-        device = hidden_states.device
         if layer not in self._forwards:
-            self._forwards[layer] = mixer_forward(module, device, hidden_states.dtype)
-        forward, by_slots = self._forwards[layer], takes_slots(module, device)
+            own = mixer_forward(module, hidden_states.device, hidden_states.dtype)
+            self._forwards[layer] = own
+        forward, by_slots = self._forwards[layer]
         if "attention_mask" in options:
             options["attention_mask"] = None
         found = []
