@@ -9,27 +9,33 @@ tokens, in prompts of 512.
 """
 
 import argparse
+import itertools
 import json
 import platform
 import random
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from msgspec.structs import replace
-from torch.distributed import TCPStore
-from torch.multiprocessing.spawn import spawn
 
-from benchmarks.offline_setup import RANK, engine_config, model_parser
+from benchmarks.offline_setup import (
+    ALONE,
+    RANK,
+    add_quantised,
+    engine_config,
+    model_parser,
+    start_ranks,
+    write_named_model,
+)
 from benchmarks.spelled_json import PEOPLE
-from benchmarks.workload import SHAPES, write_adapter, write_model
+from benchmarks.workload import SHAPES, write_adapter
 from configs.engine import Device
-from configs.env import export_rank_environment
 from configs.wire.adapters import AdapterKey, FetchedAdapter
 from configs.wire.plan import RequestJoin, StepRow
 from configs.wire.sampling import Sampling
@@ -37,13 +43,12 @@ from modeling.batch import ForwardBatch, StepOutput
 from modeling.runner.load_paged import load_paged
 from modeling.runner.loading import pick_device
 from modeling.runner.paged import ModelRunner
-from sharding.connect import connect
-from sharding.group import SingleRank, TensorParallel
+from sharding.group import TensorParallel
 
 PROMPT = 512
+NEWCOMERS = 2
+"""Rows of a mixed step that take turns in having their prompts computed."""
 GREEDY = Sampling()
-ALONE = SingleRank()
-TIMEOUT_S = 120.0
 TOP_KERNELS = 25
 
 
@@ -130,7 +135,7 @@ class Benchmark:
     ) -> None:
         """Write the model's folder and load this rank; adapters too if a case needs them."""
         self._options = options
-        write_model(folder / "model", options.shape, spells_json=True)
+        write_named_model(options, folder / "model")
         self._config = engine_config(options, folder / "model")
         device = pick_device(Device(options.device))
         started = time.perf_counter()
@@ -152,14 +157,7 @@ class Benchmark:
         slots = range(case.batch)
         self._start_requests(case, slots)
         steps, captured = self.runner.num_steps, self.runner.num_captured
-        times = []
-        flying = [self._driver.decode(slots)]
-        for _ in range(self._options.steps):
-            started = time.perf_counter()
-            flying.append(self._driver.decode(slots))
-            flying.pop(0).wait()
-            times.append(1000 * (time.perf_counter() - started))
-        flying.pop().wait()
+        times = self._one_ahead(lambda: self._driver.decode(slots), self._options.steps)
         share = (self.runner.num_captured - captured) / (self.runner.num_steps - steps)
         middle = statistics.median(times)
         return {
@@ -200,6 +198,13 @@ class Benchmark:
             "tokens_per_s": round(1000 * tokens / middle),
         }
 
+    def mixed(self, case: OfflineCase) -> float:
+        """Milliseconds of a step with a new prompt beside all rows but those that take turns."""
+        self._start_requests(case, range(case.batch))
+        newcomers = itertools.cycle(range(case.batch - NEWCOMERS, case.batch))
+        step = lambda: self.runner.step(self._mixed(case, next(newcomers)))  # noqa: E731
+        return statistics.median(self._one_ahead(step, self._options.repeats))
+
     def profile(self, case: OfflineCase, folder: Path) -> None:
         """Write the costliest kernels of a decode step and of a mixed step, as text."""
         slots = range(case.batch)
@@ -209,10 +214,7 @@ class Benchmark:
         folder.mkdir(parents=True, exist_ok=True)
         decode = ForwardBatch([], self._driver.rows(slots, 1))
         (folder / f"decode_{name}").write_text(self._kernels(decode))
-        rows = self._driver.rows(range(case.batch - 1), 1)
-        newcomer = range(case.batch - 1, case.batch)
-        joins = self._driver.joins(newcomer, PROMPT, case)
-        mixed = ForwardBatch(joins, rows + self._driver.rows(newcomer, PROMPT))
+        mixed = self._mixed(case, case.batch - 1)
         (folder / f"mixed_{name}").write_text(self._kernels(mixed))
 
     def kernels_of_decode(self, case: OfflineCase, most: int) -> str:
@@ -221,6 +223,26 @@ class Benchmark:
         self._start_requests(case, slots)
         batch = ForwardBatch([], self._driver.rows(slots, 1))
         return "\n".join(self._kernels(batch).splitlines()[: most + 1])
+
+    def _one_ahead(self, launch: Callable[[], StepOutput], count: int) -> list[float]:
+        """Milliseconds of each of so many steps, launched one ahead as a server does."""
+        times = []
+        flying = [launch()]
+        for _ in range(count):
+            started = time.perf_counter()
+            flying.append(launch())
+            flying.pop(0).wait()
+            times.append(1000 * (time.perf_counter() - started))
+        flying.pop().wait()
+        return times
+
+    def _mixed(self, case: OfflineCase, newcomer: int) -> ForwardBatch:
+        """A prompt in one batch slot, beside all that decode."""
+        decoding = min(newcomer, case.batch - NEWCOMERS)
+        slots = range(newcomer, newcomer + 1)
+        joins = self._driver.joins(slots, PROMPT, case)
+        rows = self._driver.rows(range(decoding), 1) + self._driver.rows(slots, PROMPT)
+        return ForwardBatch(joins, rows)
 
     def _start_requests(self, case: OfflineCase, slots: range) -> None:
         self._driver.reset(self.report.num_blocks)
@@ -246,6 +268,10 @@ class Benchmark:
     def profile_of_decode(self, case: OfflineCase) -> torch.profiler.profile:
         """What the profiler saw of one more decode step of the case that `decode` ran last."""
         return self._profiled(ForwardBatch([], self._driver.rows(range(case.batch), 1)))[0]
+
+    def profile_of_mixed(self, case: OfflineCase) -> torch.profiler.profile:
+        """What the profiler saw of one more step of the case that `mixed` ran last."""
+        return self._profiled(self._mixed(case, case.batch - 1))[0]
 
     def profile_of_prefill(self, case: OfflineCase) -> torch.profiler.profile:
         """What the profiler saw of a step with prompts of the case's length."""
@@ -332,6 +358,7 @@ def _results(benchmark: Benchmark, options: argparse.Namespace) -> Iterator[dict
 def _parser() -> argparse.ArgumentParser:
     parser = model_parser(__doc__)
     parser.add_argument("--gpus", type=int, default=1)
+    add_quantised(parser)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 64, 256])
     parser.add_argument("--adapters", type=int, nargs="+", default=[0])
     parser.add_argument("--context", type=int, default=640)
@@ -345,19 +372,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def rank_main(rank: int, port: int, options: argparse.Namespace) -> None:
-    """One rank's part of a model that several GPUs share."""
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
-    store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    if options.profile is not None:
-        options.profile /= str(rank)
-    measure(options, connect(store, rank, options.gpus, device, TIMEOUT_S))
-    torch.distributed.destroy_process_group()
-
-
 def measure(options: argparse.Namespace, group: TensorParallel) -> None:
     """Run all cases; rank 0 prints a JSON line for each."""
+    if options.profile is not None and group.size > 1:
+        options.profile /= str(group.rank)
     with tempfile.TemporaryDirectory() as folder:
         benchmark = Benchmark(options, Path(folder), group)
         for result in _results(benchmark, options):
@@ -367,13 +385,7 @@ def measure(options: argparse.Namespace, group: TensorParallel) -> None:
 
 def main() -> None:
     """Measure on one device, or on several GPUs together."""
-    options = _parser().parse_args()
-    if options.gpus == 1:
-        measure(options, ALONE)
-        return
-    export_rank_environment()
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    spawn(rank_main, (store.port, options), nprocs=options.gpus)  # type: ignore[no-untyped-call]
+    start_ranks(_parser().parse_args(), measure)
 
 
 if __name__ == "__main__":

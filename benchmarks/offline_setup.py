@@ -1,14 +1,28 @@
 """The engine that the command line of a benchmark without a server asks for."""
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.workload import SHAPES
+import torch
+from torch.distributed import TCPStore
+from torch.multiprocessing.spawn import spawn
+
+from benchmarks.stored import STORED, mark_stored
+from benchmarks.workload import SHAPES, write_model
 from configs.adapters import AdaptersConfig
 from configs.engine import AttentionKind, CacheConfig, Device, EngineConfig, LimitsConfig
-from configs.model import DType, LoadFormat, ModelConfig
+from configs.env import export_rank_environment
+from configs.model import DType, LoadFormat, ModelConfig, Quantize
+from sharding.connect import connect
+from sharding.group import SingleRank, TensorParallel
 
-RANK = 16
+RANK, FP8 = 16, "fp8"
+ALONE = SingleRank()
+TIMEOUT_S = 120.0
+
+Measurement = Callable[[argparse.Namespace, TensorParallel], None]
+"""What a rank measures: of the command line's options, as a member of a group."""
 
 
 def model_parser(doc: str | None) -> argparse.ArgumentParser:
@@ -21,12 +35,30 @@ def model_parser(doc: str | None) -> argparse.ArgumentParser:
     return parser
 
 
+def add_quantised(parser: argparse.ArgumentParser) -> None:
+    """Add how the random weights are quantised."""
+    parser.add_argument("--quantised", choices=(FP8, *STORED), help="default: they are not")
+
+
+def write_named_model(options: argparse.Namespace, folder: Path) -> None:
+    """Write the model that the command line asks for, its weights left out."""
+    write_model(folder, options.shape, spells_json=True)
+    if getattr(options, "quantised", None) in STORED:
+        mark_stored(folder, options.quantised)
+
+
 def engine_config(options: argparse.Namespace, model: Path) -> EngineConfig:
     """The engine that the command line asks for."""
     count = max(options.adapters)
     pages = -(-RANK // 8) * max(count, 1)
+    is_fp8 = getattr(options, "quantised", None) == FP8
     return EngineConfig(
-        model=ModelConfig(id=str(model), load_format=LoadFormat.DUMMY, dtype=DType(options.dtype)),
+        model=ModelConfig(
+            id=str(model),
+            load_format=LoadFormat.DUMMY,
+            dtype=DType(options.dtype),
+            quantize=Quantize.FP8 if is_fp8 else Quantize.NONE,
+        ),
         device=Device(options.device),
         attention=AttentionKind(options.attention),
         cpu_threads=2,
@@ -47,3 +79,22 @@ def engine_config(options: argparse.Namespace, model: Path) -> EngineConfig:
             max_rank=RANK,
         ),
     )
+
+
+def start_ranks(options: argparse.Namespace, measure: Measurement) -> None:
+    """Measure on one device, or as each rank of a model that `options.gpus` GPUs share."""
+    if options.gpus == 1:
+        measure(options, ALONE)
+        return
+    export_rank_environment()
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    work = (store.port, options, measure)
+    spawn(_rank_main, work, nprocs=options.gpus)  # type: ignore[no-untyped-call]
+
+
+def _rank_main(rank: int, port: int, options: argparse.Namespace, measure: Measurement) -> None:
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    measure(options, connect(store, rank, options.gpus, device, TIMEOUT_S))
+    torch.distributed.destroy_process_group()

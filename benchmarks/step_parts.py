@@ -1,30 +1,35 @@
 """Where a step's time goes, beside the limit of each part: `python -m benchmarks.step_parts`.
 
     python -m benchmarks.step_parts --rows 1 64 256 --adapters 0 32
+    python -m benchmarks.step_parts --gpus 2
 
-One rank's runner is driven directly, with random weights, under torch's profiler. Each moment of a
-step counts for one part: of kernels that overlap, for the one that began first. A part's limit is
-its bytes at `--tb-per-s` or its operations at `--tflops`, whichever takes longer.
+Runners are driven directly, with random weights, the first rank's under torch's profiler: steps
+that decode, steps with a prompt of 512 tokens beside rows that decode, steps of prompts. Each
+moment counts for one part: of kernels that overlap, for the one that began first. A part's limit is
+a rank's bytes at `--tb-per-s` or its operations at `--tflops`, whichever takes longer; sums between
+ranks have none.
 """
 
 import argparse
 import re
 import tempfile
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from benchmarks.offline import PROMPT, Benchmark, OfflineCase
-from benchmarks.offline_setup import RANK, model_parser
-from benchmarks.workload import SHAPES
+from benchmarks.offline import NEWCOMERS, PROMPT, Benchmark, OfflineCase
+from benchmarks.offline_setup import RANK, model_parser, start_ranks
+from benchmarks.workload import SHAPES, adapter_parameters
+from sharding.group import TensorParallel
 
 PRODUCTS = ("q, k, v", "o", "gate, up", "down")
 """Of a layer, in their order."""
 
 PARTS = (
+    (r"nccl|one_shot|two_shot|all_reduce", "norms, sums"),
     (r"shrink|expand", "adapters"),
     (r"product|nvjet|gemm|cutlass|splitKreduce", "product"),
     (r"decode|combine|prefill|attention|flash", "attention"),
@@ -63,38 +68,64 @@ def parts_of(kernels: Sequence[Kernel], num_layers: int) -> dict[str, float]:
     return found
 
 
-def work_of(shape: str, case: OfflineCase, tokens: int) -> dict[str, tuple[float, float]]:
-    """Return the bytes and operations of each part of a step of so many tokens."""
+@dataclass(frozen=True)
+class StepWork:
+    """What a step computes: rows that decode after `context` tokens, and whole prompts."""
+
+    decoding: int
+    context: int
+    prompts: int
+    adapters: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of which a token is sampled."""
+        return self.decoding + self.prompts
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the layers compute."""
+        return self.decoding + self.prompts * PROMPT
+
+    @property
+    def keys(self) -> int:
+        """Tokens whose keys and values attention reads."""
+        return self.decoding * self.context + self.prompts * PROMPT
+
+    @property
+    def pairs(self) -> float:
+        """Pairs of a query's token and a key's."""
+        return self.decoding * self.context + self.prompts * PROMPT * PROMPT / 2
+
+
+def work_of(shape: str, step: StepWork, ranks: int) -> dict[str, tuple[float, float]]:
+    """Return the bytes and operations of each part of a step on one of so many ranks."""
     sizes = SHAPES[shape]
     hidden, inner, layers = (
         sizes[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers")
     )
     heads, kv_heads = sizes["num_attention_heads"], sizes["num_key_value_heads"]
     width = hidden // heads * kv_heads
-    maps = dict(
-        zip(
-            (*PRODUCTS, "head"),
-            (
-                (hidden, hidden + 2 * width, layers),
-                (hidden, hidden, layers),
-                (hidden, 2 * inner, layers),
-                (inner, hidden, layers),
-                (hidden, sizes["vocab_size"], 1),
-            ),
-            strict=True,
-        )
-    )
-    rows = {name: case.batch if name == "head" else tokens for name in maps}
+    # Inputs, outputs, how many: column-parallel maps share outputs, row-parallel ones inputs.
+    maps = {
+        "q, k, v": (hidden, (hidden + 2 * width) / ranks, layers),
+        "o": (hidden / ranks, hidden, layers),
+        "gate, up": (hidden, 2 * inner / ranks, layers),
+        "down": (inner / ranks, hidden, layers),
+        "head": (hidden, sizes["vocab_size"] / ranks, 1),
+    }
+    rows = {name: step.rows if name == "head" else step.tokens for name in maps}
     work = {
         name: (2.0 * count * (k * n + rows[name] * (k + n)), 2.0 * count * rows[name] * k * n)
         for name, (k, n, count) in maps.items()
     }
-    keys = case.batch * case.context * layers
-    pairs = keys if tokens == case.batch else keys * case.context / 2
-    work["attention"] = 4.0 * keys * width, 4.0 * pairs * hidden
-    ends = 2 * hidden + 2 * hidden + width * 2 + hidden + 3 * inner + hidden
-    adapters = min(case.adapters, case.batch)
-    work["adapters"] = 2.0 * adapters * layers * RANK * ends, 2.0 * tokens * layers * RANK * ends
+    work["attention"] = (
+        4.0 * step.keys * layers * width / ranks,
+        4.0 * step.pairs * layers * hidden / ranks,
+    )
+    numbers = adapter_parameters(shape, RANK, ranks)
+    adapters = min(step.adapters, step.rows)
+    work["adapters"] = 2.0 * adapters * numbers, 2.0 * step.tokens * numbers
     return work
 
 
@@ -125,26 +156,46 @@ def kernels_of(profile: torch.profiler.profile) -> list[Kernel]:
     ]
 
 
-def measure(benchmark: Benchmark, options: argparse.Namespace) -> None:
-    """Print a table for each number of rows and adapters, and for prefill steps."""
-    layers = SHAPES[options.shape]["num_hidden_layers"]
-    tokens = options.max_step_tokens
-    for adapters in options.adapters:
-        for rows in options.batches:
-            case = OfflineCase(rows, options.context, adapters)
-            taken = benchmark.decode(case)["ms_per_step"]
-            parts = parts_of(kernels_of(benchmark.profile_of_decode(case)), layers)
-            title = f"decode, {rows} rows, {adapters} adapters, {taken} ms by the clock"
-            print(table(title, parts, work_of(options.shape, case, rows), options), flush=True)
-        case = OfflineCase(tokens // PROMPT, PROMPT, adapters)
-        taken = benchmark.prefill(adapters)["ms_per_step"]
-        parts = parts_of(kernels_of(benchmark.profile_of_prefill(case)), layers)
-        title = f"prefill, {tokens} tokens, {adapters} adapters, {taken} ms by the clock"
-        print(table(title, parts, work_of(options.shape, case, tokens), options), flush=True)
+def measure(options: argparse.Namespace, group: TensorParallel) -> None:
+    """Print tables of steps that decode, with a prompt and of prompts; rank 0 prints."""
+    with tempfile.TemporaryDirectory() as folder:
+        benchmark = Benchmark(options, Path(folder), group)
+        for adapters in options.adapters:
+            for title, step, profile in _steps(benchmark, options, adapters):
+                if group.rank == 0:
+                    parts = parts_of(
+                        kernels_of(profile), SHAPES[options.shape]["num_hidden_layers"]
+                    )
+                    work = work_of(options.shape, step, group.size)
+                    print(table(title, parts, work, options), flush=True)
+
+
+def _steps(
+    benchmark: Benchmark, options: argparse.Namespace, adapters: int
+) -> Iterator[tuple[str, StepWork, torch.profiler.profile]]:
+    """Each step's title, what it computes, and its profile."""
+    context, over = options.context, f"{adapters} adapters"
+    for rows in options.batches:
+        case = OfflineCase(rows, context, adapters)
+        taken = benchmark.decode(case)["ms_per_step"]
+        title = f"decode, {rows} rows, {over}, {taken} ms by the clock"
+        yield title, StepWork(rows, context, 0, adapters), benchmark.profile_of_decode(case)
+        if rows > NEWCOMERS:
+            decoding = rows - NEWCOMERS
+            taken = benchmark.mixed(case)
+            title = f"{decoding} rows and a prompt, {over}, {taken:.3f} ms by the clock"
+            step = StepWork(decoding, context, 1, adapters)
+            yield title, step, benchmark.profile_of_mixed(case)
+    count = options.max_step_tokens // PROMPT
+    taken = benchmark.prefill(adapters)["ms_per_step"]
+    title = f"prompts, {count * PROMPT} tokens, {over}, {taken} ms by the clock"
+    case = OfflineCase(count, PROMPT, adapters)
+    yield title, StepWork(0, 0, count, adapters), benchmark.profile_of_prefill(case)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = model_parser(__doc__)
+    parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--rows", dest="batches", type=int, nargs="+", default=[1, 64, 256])
     parser.add_argument("--adapters", type=int, nargs="+", default=[0, 32])
     parser.add_argument("--context", type=int, default=640)
@@ -157,10 +208,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure on the device that is here."""
-    options = _parser().parse_args(arguments)
-    with tempfile.TemporaryDirectory() as folder:
-        measure(Benchmark(options, Path(folder)), options)
+    """Measure on one device, or on several GPUs together."""
+    start_ranks(_parser().parse_args(arguments), measure)
 
 
 if __name__ == "__main__":
