@@ -20,6 +20,8 @@ from sharding.group import SingleRank, TensorParallel
 RANK, FP8 = 16, "fp8"
 ALONE = SingleRank()
 TIMEOUT_S = 120.0
+RANK_THREADS = 1
+"""Torch's, of a rank with a GPU: with more, copies that a launch waits for take milliseconds."""
 
 Measurement = Callable[[argparse.Namespace, TensorParallel], None]
 """What a rank measures: of the command line's options, as a member of a group."""
@@ -84,6 +86,8 @@ def engine_config(options: argparse.Namespace, model: Path) -> EngineConfig:
 def start_ranks(options: argparse.Namespace, measure: Measurement) -> None:
     """Measure on one device, or as each rank of a model that `options.gpus` GPUs share."""
     if options.gpus == 1:
+        if options.device != Device.CPU.value:
+            torch.set_num_threads(RANK_THREADS)
         measure(options, ALONE)
         return
     export_rank_environment()
@@ -95,6 +99,7 @@ def start_ranks(options: argparse.Namespace, measure: Measurement) -> None:
 def _rank_main(rank: int, port: int, options: argparse.Namespace, measure: Measurement) -> None:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
+    torch.set_num_threads(RANK_THREADS)
     store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     measure(options, connect(store, rank, options.gpus, device, TIMEOUT_S))
     torch.distributed.destroy_process_group()

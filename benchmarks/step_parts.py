@@ -30,14 +30,17 @@ PRODUCTS = ("q, k, v", "o", "gate, up", "down")
 
 PARTS = (
     (r"nccl|one_shot|two_shot|all_reduce", "norms, sums"),
-    (r"shrink|expand", "adapters"),
+    (r"shrink|expand|gated", "adapters"),
     (r"product|nvjet|gemm|cutlass|splitKreduce", "product"),
     (r"decode|combine|prefill|attention|flash", "attention"),
     (r"_rotate_and_store", "rotation, cache"),
     (r"norm", "norms, sums"),
     (r"silu_mul", "silu"),
 )
-"""What a kernel's name says about it; all others are embedding, angles and sampling."""
+"""What a kernel's name says about it; all others are embedding, angles and sampling.
+
+Adapters of gate and up compute silu too, in steps with prompts.
+"""
 
 OTHERS = "embedding, sampling"
 

@@ -22,6 +22,10 @@ from sharding.slicing import Segments, whole, width
 BLOCK_BYTES = 2**24
 """Bytes that one thread reads at once; rows that are cut by columns are first read to as many."""
 
+GAP_BYTES = 2**19
+"""Bytes between two pieces that are read too: threads that share an interpreter wait longer for
+their turn after each call than such a read takes."""
+
 _READERS = 4
 _PINNED_BLOCKS = 6
 """Blocks between file and GPU (96 MiB): one for each reader, and two that are being copied."""
@@ -114,24 +118,30 @@ def read_stacks(
 def read_pieces(file: RegularFile, targets: Sequence[tuple[int, memoryview]]) -> None:
     """Read into buffers, each from a byte of the file on; FileChanged if it was written to.
 
-    What lies one after the other in the file is one call.
+    What lies near each other in the file is one call, and what lies between is read for nothing.
     """
-    for begin, buffers in _consecutive(targets):
+    unwanted = np.empty(GAP_BYTES, np.uint8).data
+    for begin, buffers in _near(targets, unwanted):
         file.scatter(buffers, begin)
     file.check_unchanged()
 
 
-def _consecutive(
-    targets: Sequence[tuple[int, memoryview]],
+def _near(
+    targets: Sequence[tuple[int, memoryview]], unwanted: memoryview
 ) -> Iterator[tuple[int, list[memoryview]]]:
-    """Yield what lies in one piece of a file: its first byte, and the buffers that take it."""
+    """Yield what one call reads: its first byte, and the buffers that take it.
+
+    unwanted: takes all that lies between two targets, if it is as long.
+    """
     begin, end, buffers = 0, 0, list[memoryview]()
     for first, buffer in sorted(targets, key=itemgetter(0)):
-        if buffers and first != end:
+        if buffers and not 0 <= first - end <= len(unwanted):
             yield begin, buffers
             buffers = []
         if not buffers:
             begin = first
+        elif first > end:
+            buffers.append(unwanted[: first - end])
         buffers.append(buffer)
         end = first + len(buffer)
     yield begin, buffers

@@ -1,7 +1,8 @@
 """Factors that go from an adapter's file into the pinned pool without a copy between, for GPUs.
 
-A lies in a file as its pages want it. B, [out, r], lies transposed: the pages of a layer take its
-numbers as the file has them, and the GPU scales and transposes them when the adapter is loaded.
+A lies in a file as its pages want it, or each of its rows does where ranks share its columns. B,
+[out, r], lies transposed: the pages of a layer take its numbers as the file has them, and the GPU
+scales and transposes them when the adapter is loaded.
 """
 
 from bisect import bisect_right
@@ -67,15 +68,18 @@ class FileFactors:
             a = {layer: keys.a for layer, keys in layers.items()}
             b = {layer: keys.b for layer, keys in layers.items()}
             for number, page in enumerate(pages[index]):
-                yield from _pieces(page.a, a, rank, number, 0)
+                if projection.cuts_inputs:
+                    yield from _row_pieces(page.a, a, rank, number, projection)
+                else:
+                    yield from _pieces(page.a, a, rank, number, 0)
                 yield from _pieces(page.bt, b, rank, number, first * rank)
 
 
 def find_in_file(adapter: OpenAdapter, dtype: torch.dtype) -> FileFactors | None:
     """Return the factors that lie in the file as the pools want them; None without any.
 
-    dtype: the pools'. Whole layers of a projection's outputs and all of its inputs are this rank's,
-    and all of its layers have one rank and one scaling.
+    dtype: the pools'. Of a projection, this rank's outputs and inputs are one range each, and all
+    of its layers have one rank and one scaling.
     """
     if not isinstance(adapter, PeftAdapter) or adapter.is_scaled or adapter.is_biased:
         return None
@@ -87,7 +91,7 @@ def find_in_file(adapter: OpenAdapter, dtype: torch.dtype) -> FileFactors | None
         kinds = {FileB(adapter.plan.rank_of(name), adapter.plan.scaling_of(name)) for name in names}
         if (
             len(kinds) == 1
-            and _is_cut_by_rows(adapter.projections[index])
+            and _is_cut_once(adapter.projections[index])
             and all(_lies_plain(adapter, name, dtype) for name in names)
         ):
             of_b[index] = kinds.pop()
@@ -135,13 +139,13 @@ class FileBLoads:
                 layers[:, columns.shape[2] :].zero_()
 
 
-def _is_cut_by_rows(projection: Projection) -> bool:
-    """Return whether this rank keeps A whole and B's rows in one piece."""
+def _is_cut_once(projection: Projection) -> bool:
+    """Return whether this rank's columns of A, and its rows of B, follow each other."""
     return (
         projection.kind is ProjectionKind.LINEAR
-        and not projection.cuts_inputs
         and len(projection.inputs) == 1
         and len(projection.outputs) == 1
+        and projection.local_inputs > 0
         and projection.local_outputs > 0
     )
 
@@ -174,3 +178,19 @@ def _pieces(
             yield key, at, target
             at, left = at + len(target), left - len(target)
             part, start = part + 1, 0
+
+
+def _row_pieces(
+    matrix: HostMatrix, keys: Mapping[int, str], rank: int, number: int, projection: Projection
+) -> Iterator[Piece]:
+    """Yield what fills the number-th page of A, of which this rank has some columns."""
+    memory, ((first, _),) = matrix.memory(), projection.inputs
+    per_number, width = matrix.ranges[0].itemsize, projection.in_features
+    row_bytes = matrix.ranges[0][0].nbytes
+    for layer, key in keys.items():
+        for row in range(min(PAGE_ROWS, rank - number * PAGE_ROWS)):
+            target = layer * PAGE_ROWS + row
+            part = bisect_right(matrix.firsts, target) - 1
+            start = (target - matrix.firsts[part]) * row_bytes
+            at = ((number * PAGE_ROWS + row) * width + first) * per_number
+            yield key, at, memory[part][start : start + row_bytes]

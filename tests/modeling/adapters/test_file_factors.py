@@ -1,5 +1,6 @@
 """Factors read from a file to where they stay: the same pools as by copies between, bit for bit."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from configs.reading import RegularFile
 from configs.wire.adapters import AdapterError, AdapterKey, FetchedAdapter
 from modeling.adapters import file_factors
 from modeling.adapters.bank import AdapterBank, BankSize
@@ -15,6 +17,7 @@ from modeling.adapters.file_factors import find_in_file
 from modeling.adapters.merge import open_fetched
 from modeling.adapters.projection import Projection
 from modeling.adapters.recipes import Recipes
+from sharding import extents
 from tests.modeling.adapters.lora_files import DOWN, UP, factors, write_lora
 
 DEVICES = [
@@ -62,7 +65,9 @@ def direct_projections(folder: Path, dtype: torch.dtype) -> set[int]:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("memory", [2**24, 1], ids=["at once", "layer by layer"])
+@pytest.mark.parametrize(
+    ("memory", "gap"), [(2**24, 2**19), (1, 8), (1, 0)], ids=["at once", "layer by layer", "apart"]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
     ("up", "down", "fields"),
@@ -81,12 +86,14 @@ def test_pools_are_those_of_factors_that_were_copied(
     monkeypatch: pytest.MonkeyPatch,
     device: str,
     memory: int,
+    gap: int,
     dtype: torch.dtype,
     up: list[int],
     down: list[int],
     fields: dict[str, Any],
 ) -> None:
     monkeypatch.setattr(file_factors, "LOAD_BYTES", memory)
+    monkeypatch.setattr(extents, "GAP_BYTES", gap)
     tensors = factors(UP, up, 1, dtype) | factors(DOWN, down, 2, dtype)
     folder = write_lora(tmp_path / "adapter", tensors, **fields)
     for projections in ((UP, DOWN), CUT):
@@ -130,3 +137,19 @@ def test_large_numbers_whose_sum_is_infinite_are_served(tmp_path: Path) -> None:
     expected = pools(folder, torch.float16, "cpu", False)
     found = pools(folder, torch.float16, "cpu", True)
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_row_parallel_cut_is_read_so_in_few_calls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half, calls = torch.bfloat16, []
+    folder = write_lora(tmp_path / "plain", factors(DOWN, [8, 8, 8], 1, half), r=8)
+    scatter = RegularFile.scatter
+
+    def counted(file: RegularFile, buffers: Sequence[memoryview], offset: int) -> None:
+        calls.append(len(buffers))
+        scatter(file, buffers, offset)
+
+    monkeypatch.setattr(RegularFile, "scatter", counted)
+    pools(folder, half, "cpu", True, CUT)
+    assert len(calls) == 1
