@@ -75,6 +75,9 @@ class CacheConfig(Config):
     block_size: tokens of a block, of the smallest where a model has several KV groups.
     num_blocks: None: as many as fit in the memory that is left at start (the minimum over ranks).
     device_memory_fraction: the part of the device's memory that weights, cache and all else use.
+    kept_states: copies of a sequence's states, of models with recurrent layers, that the ranks keep
+    behind prompts, so that others with the same beginning go on from there; each takes the bytes of
+    a batch slot. None: a quarter of max_running, 8 at least. 0: no prefixes are shared.
     """
 
     block_size: PositiveInt = 16
@@ -82,6 +85,7 @@ class CacheConfig(Config):
     device_memory_fraction: float = Field(default=0.9, gt=0, le=1)
     dtype: CacheDType = CacheDType.AUTO
     prefix_caching: bool = True
+    kept_states: NonNegativeInt | None = None
 
 
 class LimitsConfig(Config):
@@ -265,6 +269,14 @@ class EngineConfig(Config):
     recovery: RecoveryConfig = RecoveryConfig()
     sleep: SleepConfig = SleepConfig()
     speculation: SpeculationConfig = SpeculationConfig()
+
+    @property
+    def kept_states(self) -> int:
+        """How many copies of a sequence's states the ranks keep, where layers are recurrent."""
+        if not self.cache.prefix_caching:
+            return 0
+        own, least = self.cache.kept_states, 8
+        return max(least, self.limits.max_running // 4) if own is None else own
 
     @model_validator(mode="after")
     def _adapters_heads_are_beside_others(self) -> "EngineConfig":

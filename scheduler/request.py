@@ -68,6 +68,7 @@ class Request:
     lost: how many positions it did not find computed then that it had computed; 0: few.
     rope_set: that of position 0 (configs/rope_sets.py).
     registered: leading blocks, of the smallest size, that can be found in the prefix cache.
+    keeps: positions still to be computed before which its states are to be kept, ascending.
     cached_tokens: prompt tokens that came from the prefix cache.
     prompt_logprobs, embedding: what the ranks reported about its prompt so far.
     losses: losses of the ranks, in a row, in which it was involved.
@@ -118,6 +119,7 @@ class Request:
     lost: int = field(default=0, init=False)
     rope_set: int = field(default=SHORT, init=False)
     registered: int = field(default=0, init=False)
+    keeps: list[int] = field(default_factory=list, init=False)
     cached_tokens: int = field(default=0, init=False)
     first_scheduled: float | None = field(default=None, init=False)
     first_token: float | None = field(default=None, init=False)
@@ -272,7 +274,7 @@ class Request:
         self.status, self.had_computed = Status.WAITING, self.computed
         self.computed = self.scheduled = self.pending = self.in_flight = self.registered = 0
         self.covered, self.batch_slot, self.drafts, self.guesses = 0, -1, (), ()
-        self.tables, self.freed = [], []
+        self.tables, self.freed, self.keeps = [], [], []
         self.discards_samples = False
 
     def count_loss(self, alone: bool) -> None:

@@ -76,6 +76,8 @@ class RunningRequests:
         """Compute every running request's next token, then the next chunks of the longer ones."""
         self.stalled = False
         self.reserved_blocks = 0
+        if self.prefix.states is not None:
+            self.prefix.states.next_plan()
         self._preempt_outgrown()
         longer, own = [], []
         for request in self.members:
@@ -151,9 +153,10 @@ class RunningRequests:
         end = self._kv.reach(request, request.scheduled + length)
         self._kv.extend(request, end)
         self.reserved_blocks += self._kv.to_grow(request)
-        step.add_join(request, slot)
+        step.add_join(request, slot, cached.state)
         blocks = [block for table in request.tables for block in table]
-        step.add_row(request, end - request.scheduled, blocks, rope_set)
+        keeps = self.prefix.keep(request, end)
+        step.add_row(request, end - request.scheduled, blocks, rope_set, keeps=keeps)
         self.prefix.register(request)
         # A preempted request comes back at its age: the youngest is the last one.
         index = len(self.members)
@@ -297,7 +300,8 @@ class RunningRequests:
                 end = self._kv.reach(request, end)
                 length = end - request.scheduled
             blocks = self._kv.extend(request, end)
-        step.add_row(request, length, blocks, rope_set, drafts and drafts[: length - 1])
+        keeps = self.prefix.keep(request, request.scheduled + length) if request.keeps else ()
+        step.add_row(request, length, blocks, rope_set, drafts and drafts[: length - 1], keeps)
         if length > 1:  # A generated token's block is registered when that token is known.
             self.prefix.register(request)
 

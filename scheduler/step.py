@@ -66,10 +66,11 @@ class StepBuilder:
         blocks: list[int],
         rope_set: int,
         drafts: tuple[int, ...] = (),
+        keeps: tuple[tuple[int, int], ...] = (),
     ) -> None:
         """Compute the next `length` positions of the request, after appending `blocks`.
 
-        drafts: the tokens of the last of them, which are guesses.
+        drafts: the tokens of the last of them, which are guesses. keeps: as `StepRow` has them.
         """
         start, pending = request.scheduled, request.pending + len(drafts)
         end, total = start + length, len(request.tokens) + pending
@@ -77,7 +78,8 @@ class StepBuilder:
         # Only the row that reaches the end of all tokens has logits for a new one.
         samples = end == total and request.stopping.max_new_tokens > 0
         slot = request.batch_slot
-        self.rows.append(StepRow(slot, start, length, blocks, samples, rope_set, drafts))
+        row = StepRow(slot, start, length, blocks, samples, rope_set, drafts, keeps=keeps)
+        self.rows.append(row)
         self.requests.append(request)
         self.budget -= length
         self.tokens += length
@@ -122,8 +124,11 @@ class StepBuilder:
                 request.num_guessed, request.guesses = self.guesses, ()
         self.rows, self.following = rows, []
 
-    def add_join(self, request: Request, slot: int) -> None:
-        """Send the request's tokens to its batch slot. slot: its adapter's, -1 without one."""
+    def add_join(self, request: Request, slot: int, state: int) -> None:
+        """Send the request's tokens to its batch slot.
+
+        slot: its adapter's, -1 without one. state: as `RequestJoin` has it.
+        """
         assert request.pending == 0, f"{request.id} joins while a token of it is in flight"
         # A copy: the request's list grows while the plan is in flight.
         tokens, sampling = list(request.tokens), request.sampling
@@ -140,6 +145,7 @@ class StepBuilder:
             sampling,
             request.matcher,
             request.active_from,
+            state,
         )
         self.joins.append(join)
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+import msgspec
 from hypothesis import strategies as st
 
 from configs.kv_groups import KvGroup
@@ -146,8 +147,12 @@ def capacities(draw: st.DrawFn) -> Capacity:
         host_bytes=st.sampled_from([30, 60, 1000]),
         max_total_tokens=st.just(40),
         kv_groups=st.one_of(st.just(()), kv_groups(block_size)),
+        kept_states=st.one_of(st.none(), st.none(), st.integers(0, 3)),
+        kept_after=st.sampled_from([1, 4, 12]),
     )
-    return draw(capacity)
+    found = draw(capacity)
+    # A state cannot go back behind a wrong draft.
+    return msgspec.structs.replace(found, drafts=found.kept_states is None)
 
 
 @st.composite

@@ -26,6 +26,7 @@ class RequestJoin(msgspec.Struct, frozen=True, array_like=True):
     adapter_slot: the adapter's device slot; -1 for the base model.
     matcher: the number of the matcher that all ranks compiled for its constraint; -1 without one.
     active_from: the first position that the adapter changes; those before are the base model's.
+    state: the number of the kept states that it goes on from; -1: of none.
     """
 
     batch_slot: int
@@ -35,6 +36,7 @@ class RequestJoin(msgspec.Struct, frozen=True, array_like=True):
     sampling: Sampling
     matcher: int = -1
     active_from: int = 0
+    state: int = -1
 
 
 class StepRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -49,6 +51,8 @@ class StepRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     follows: -1; or the row continues what its batch slot samples in the step before, before the
     scheduler knows that. Then start .. start + length - 1 are the positions that it may reach, and
     its draft is up to so many of that step's guesses; see `settled`.
+    keeps: (position, number) of states of recurrent layers to be kept by that number, as they are
+    before that position; ascending.
     """
 
     batch_slot: int
@@ -59,6 +63,7 @@ class StepRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     rope_set: int = 0
     drafts: tuple[int, ...] = ()
     follows: int = -1
+    keeps: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_samples(self) -> int:
@@ -212,6 +217,10 @@ class Capacity(msgspec.Struct, frozen=True):
     kv_groups: all groups' blocks; empty: one group that needs its blocks to the end.
     drafts: whether rows may have drafts.
     draft_heads: how many tokens heads of the ranks guess; None: drafts are looked up in the text.
+    kept_states: how many copies of a sequence's states the ranks keep; None: the model has none, so
+    that its sequences can share blocks without.
+    kept_after: tokens behind kept states, at least, after which a request's own are worth a copy.
+    It cuts a prompt's row in two, which on a GPU takes about as long as half as many tokens.
     """
 
     num_blocks: int
@@ -228,6 +237,8 @@ class Capacity(msgspec.Struct, frozen=True):
     kv_groups: tuple[KvGroup, ...] = ()
     drafts: bool = True
     draft_heads: int | None = None
+    kept_states: int | None = None
+    kept_after: int = 256
 
     @property
     def groups(self) -> tuple[KvGroup, ...]:

@@ -189,9 +189,10 @@ def capacity_of(report: RunnerReport) -> Capacity:
         host_bytes=report.host_bytes,
         max_total_tokens=report.max_total_tokens,
         chunked=report.paged,
-        prefix_caching=report.paged and not report.state_bytes,
+        prefix_caching=report.paged and report.kept_states != 0,
         rope_sets=report.rope_sets,
         kv_groups=report.kv_groups,
         drafts=report.paged and not report.state_bytes,
         draft_heads=report.draft_heads,
+        kept_states=report.kept_states,
     )

@@ -42,12 +42,16 @@ class RecurrentStates(Protocol):
         """Bytes of one sequence's states in all layers."""
         ...
 
-    def allocate(self, batch_slots: int) -> None:
-        """Take the memory of so many sequences' states, and of the dummy's behind them."""
+    def allocate(self, batch_slots: int, kept: int) -> None:
+        """Take the memory of so many sequences' states, the dummy's, and so many kept ones."""
+        ...
+
+    def go_on(self, batch_slot: int, kept: int) -> None:
+        """Give a batch slot the states that were kept by a number."""
         ...
 
     def tensors(self) -> Iterator[Tensor]:
-        """All states but the dummy's, each [batch slots, ...]."""
+        """All states but the dummy's, each [batch slots, ...] or [kept, ...]."""
         ...
 
 

@@ -56,7 +56,8 @@ class StateRows:
     tokens: theirs among the step's. single: whether the rows are of one token each; else it is one
     row. begins: whether they begin at their first position, so that there is no state yet.
     slots: int64 [rows], their batch slots; None where no state is kept. adapter_data: of these
-    tokens, None for the base model alone.
+    tokens, None for the base model alone. kept: the number by which a copy of the state behind the
+    row is kept; -1: none is.
     """
 
     tokens: slice
@@ -64,6 +65,7 @@ class StateRows:
     begins: bool
     slots: Tensor | None
     adapter_data: AdapterData | None = None
+    kept: int = -1
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,7 @@ class StepLayout:
     for each row, two where an activated adapter begins within it.
     prompt_lengths: [s]; None where no sample looks at the tokens before it.
     prompt_rows: the rows that report on their prompts.
+    row_keeps: [n], as `StepRow.keeps` has them; () for no row.
     """
 
     ids_at: Ints
@@ -59,6 +60,7 @@ class StepLayout:
     adapter_lengths: list[int]
     prompt_lengths: Ints | None = None
     prompt_rows: Sequence[PromptRow] = ()
+    row_keeps: Sequence[tuple[tuple[int, int], ...]] = ()
 
     @property
     def num_rows(self) -> int:
@@ -211,6 +213,7 @@ class InputBatch:
             groups=tuple(tables.layout(step) for tables in self.tables),
             last_tokens=bounds[1:][now_at[sampled]] - 1 - before_end,
             targets=targets,
+            row_keeps=[rows[index].keeps for index in order.tolist()],
             sampling=sampling,
             sample_positions=sampled_at.tolist(),
             adapter_slots=adapter_slots,

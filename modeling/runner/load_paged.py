@@ -130,14 +130,16 @@ def _allocate_states(config: EngineConfig, model: PagedModel) -> None:
             "state can go back behind wrong guesses: set it to none"
         )
     memory = device_memory(model.device) if model.device.type == "cuda" else None
-    check_states(count, states.bytes_per_slot, memory)
+    kept = config.kept_states
+    check_states(count + kept, states.bytes_per_slot, memory)
     with fitting(STATE_SETTINGS):
-        states.allocate(count)
+        states.allocate(count, kept)
     logger.info(
-        "recurrent layers keep %.1f MB of each sequence, %d of them at most: no prefixes are "
-        "shared, no tokens guessed, and no steps with prompts captured",
+        "recurrent layers keep %.1f MB of each sequence, %d of them at most, and copies behind %d "
+        "prefixes: no tokens are guessed, and no steps with prompts captured",
         states.bytes_per_slot / 1e6,
         count,
+        kept,
     )
 
 
@@ -211,7 +213,13 @@ class LoadedPaged(LoadedRunner):
     @property
     def _state_bytes(self) -> int:
         states = self.parts.weights.model.states
-        return 0 if states is None else states.bytes_per_slot * self.parts.size.max_running
+        count = self.parts.size.max_running + self.parts.config.kept_states
+        return 0 if states is None else states.bytes_per_slot * count
+
+    @property
+    def _kept_states(self) -> int | None:
+        states = self.parts.weights.model.states
+        return None if states is None else self.parts.config.kept_states
 
     def _smaller(self, lacking: int) -> str:
         """Return the forms of weights that would leave so many bytes more."""
@@ -363,6 +371,7 @@ class LoadedPaged(LoadedRunner):
             weight_forms=parts.weights.weight_forms,
             paged=True,
             state_bytes=self._state_bytes,
+            kept_states=self._kept_states,
             pool_pages=parts.bank.pool_pages,
             rope_sets=parts.weights.architecture.rope_sets,
             kv_groups=parts.size.kv_groups,

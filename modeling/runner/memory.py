@@ -47,7 +47,7 @@ def device_memory(device: torch.device) -> DeviceMemory:
     return DeviceMemory(total=total, free=free)
 
 
-STATE_SETTINGS = "the states of recurrent layers (limits.max_running)"
+STATE_SETTINGS = "the states of recurrent layers (limits.max_running, cache.kept_states)"
 CACHE_SETTINGS = "the KV cache (cache.num_blocks, cache.block_size)"
 POOL_SETTINGS = (
     "the adapters' pools (adapters.host_bytes, .device_pages, .max_device_adapters, .max_rank)"
@@ -164,18 +164,20 @@ def check_linears(num_bytes: int, memory: DeviceMemory | None) -> None:
         )
 
 
-def check_states(max_running: int, slot_bytes: int, memory: DeviceMemory | None) -> None:
+def check_states(count: int, slot_bytes: int, memory: DeviceMemory | None) -> None:
     """ValueError if the states of recurrent layers leave too little for a cache.
 
-    slot_bytes: of one sequence's states. memory: None on a CPU.
+    count: of sequences and of copies that are kept. slot_bytes: of one of them. memory: None on a
+    CPU.
     """
-    if memory is None or max_running * slot_bytes <= memory.free * STATE_SHARE:
+    if memory is None or count * slot_bytes <= memory.free * STATE_SHARE:
         return
     most = int(memory.free * STATE_SHARE) // slot_bytes
-    advice = f"set it to {most} at most" if most else "not even one fits"
+    advice = f"let them be {most} at most" if most else "not even one fits"
     raise ValueError(
-        f"limits.max_running: recurrent layers keep {slot_bytes / 1e6:.0f} MB of each of "
-        f"{max_running} sequences, and this rank has {memory.free / 1e9:.1f} GB free: {advice}"
+        "limits.max_running and cache.kept_states: recurrent layers take "
+        f"{slot_bytes / 1e6:.0f} MB for each of {count} together, and this rank has "
+        f"{memory.free / 1e9:.1f} GB free: {advice}"
     )
 
 

@@ -181,6 +181,10 @@ class ModelRunner(BaseRunner):
         """Launch a step of settled rows."""
         start = self._clock.begin()
         self._input_batch.join(batch.joins)
+        if (states := self._parts.weights.model.states) is not None:
+            for join in batch.joins:
+                if join.state >= 0:
+                    states.go_on(join.batch_slot, join.state)
         if not batch.rows:
             return step_output(no_rows(self._device), [])
         self.num_steps += 1

@@ -16,8 +16,9 @@ class RunnerReport:
 
     attention, adapter_kernel: names; their reasons say why they were taken.
     paged: whether prompts may be cut into chunks, and sequences may share cached blocks.
-    state_bytes: of the states of recurrent layers. Where there are some, no blocks are shared and
-        no tokens guessed, for a state cannot go back.
+    state_bytes: of the states of recurrent layers. Where there are some, no tokens are guessed, for
+        a state cannot go back, and blocks are shared where a copy was kept.
+    kept_states: how many copies of a sequence's states are kept; None without recurrent layers.
     weight_forms: the bytes of weights in each form.
     captured_rows: the sizes of captured decode steps.
     draft_heads: how many tokens heads guess; None where drafts are not those of heads.
@@ -48,3 +49,4 @@ class RunnerReport:
     rope_sets: RopeSets | None = None
     kv_groups: tuple[KvGroup, ...] = ()
     draft_heads: int | None = None
+    kept_states: int | None = None

@@ -1,6 +1,8 @@
 """Which rows of a step recurrent layers compute together."""
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import repeat
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -19,10 +21,8 @@ def state_rows(
 
     slots: int64 [rows], the rows' batch slots on the device; None to keep no states.
     """
-    bounds = layout.bounds.tolist()
     found = []
-    for rows, begins in _together(bounds, layout.row_starts.tolist()):
-        first, last = bounds[rows.start], bounds[rows.stop]
+    for rows, first, last, begins, kept in _together(layout):
         own = list(_runs(layout, first, last))
         adapter_slots = [slot for slot, _ in own]
         lengths = [length for _, length in own]
@@ -33,23 +33,46 @@ def state_rows(
                 begins=begins,
                 slots=None if slots is None else slots[rows.start : rows.stop],
                 adapter_data=adapters(adapter_slots, lengths) if max(adapter_slots) >= 0 else None,
+                kept=kept,
             )
         )
     return tuple(found)
 
 
-def _together(bounds: Sequence[int], starts: Sequence[int]) -> Iterator[tuple[range, bool]]:
-    """Neighbouring rows of one token that all have a state, or none; each longer row by itself.
+class _Part(NamedTuple):
+    """Rows whose tokens first .. last - 1 are computed together.
 
-    The second is whether they begin.
+    begins: whether they have no state yet. kept: as `StateRows` has it.
     """
+
+    rows: range
+    first: int
+    last: int
+    begins: bool
+    kept: int = -1
+
+
+def _together(layout: StepLayout) -> Iterator[_Part]:
+    """Neighbouring rows of one token that all have a state, or none; each other row by itself.
+
+    A row whose states are kept is cut there.
+    """
+    bounds, starts = layout.bounds.tolist(), layout.row_starts.tolist()
+    keeps = layout.row_keeps or tuple(repeat((), len(starts)))
     first = 0
     for row in range(1, len(starts) + 1):
         if row < len(starts):
             both_single = bounds[row + 1] - bounds[first] == row + 1 - first
-            if both_single and (starts[row] == 0) == (starts[first] == 0):
+            same = (starts[row] == 0) == (starts[first] == 0)
+            if both_single and same and not keeps[row] and not keeps[first]:
                 continue
-        yield range(first, row), starts[first] == 0
+        rows, begin, begins = range(first, row), bounds[first], starts[first] == 0
+        for position, number in keeps[first]:
+            end = bounds[first] + position - starts[first]
+            yield _Part(rows, begin, end, begins, number)
+            begin, begins = end, False
+        if begin < bounds[row]:
+            yield _Part(rows, begin, bounds[row], begins)
         first = row
 
 

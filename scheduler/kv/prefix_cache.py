@@ -16,6 +16,7 @@ from typing import NamedTuple
 from configs.kv_groups import KvGroup
 from configs.wire.adapters import AdapterKey
 from scheduler.kv.block_pool import BlockPool
+from scheduler.kv.kept_states import KeptStates
 from scheduler.request import Request
 
 DIGEST_BYTES = 16
@@ -25,10 +26,16 @@ FREED = -1
 
 
 class CachedPrefix(NamedTuple):
-    """What a request need not compute: so many tokens, in blocks of each KV group."""
+    """What a request need not compute: so many tokens, in blocks of each KV group.
+
+    known: the tokens whose blocks are known; more than `tokens` where no states are kept behind
+    them. state: the number of those behind `tokens`; -1 without any.
+    """
 
     tokens: int
     tables: list[list[int]]
+    known: int = 0
+    state: int = -1
 
     def held(self, group: int) -> list[int]:
         """The blocks of a group that later positions need."""
@@ -78,9 +85,19 @@ def extend_chain(request: Request, num_blocks: int, block_size: int) -> list[byt
 class PrefixCache:
     """Digest → block for full blocks, over a pool that evicts the idle ones."""
 
-    def __init__(self, num_blocks: int, groups: tuple[KvGroup, ...], enabled: bool) -> None:
-        """If not enabled, nothing is found and nothing is kept."""
+    def __init__(
+        self,
+        num_blocks: int,
+        groups: tuple[KvGroup, ...],
+        enabled: bool,
+        states: KeptStates | None = None,
+    ) -> None:
+        """If not enabled, nothing is found and nothing is kept.
+
+        states: of models that go on from kept states alone.
+        """
         self.enabled = enabled
+        self.states = states
         self.block_size = min(group.block_size for group in groups)
         self.pool = BlockPool(num_blocks, self._forget)
         self._groups = groups
@@ -115,8 +132,38 @@ class PrefixCache:
                 end = min(end, len(found) * self._strides[index])
                 end -= end % self._step
             tables.append(found)
-        end = self._common_end(tables, end)
-        return CachedPrefix(end * self.block_size, self._cut(tables, end))
+        known = end = self._common_end(tables, end)
+        state = -1
+        if self.states is not None:
+            while end and digests[end - 1] not in self.states:
+                end = self._common_end(tables, end - self._step)
+            state = self.states.use(digests[end - 1]) if end else -1
+        size = self.block_size
+        return CachedPrefix(end * size, self._cut(tables, end), known * size, state)
+
+    def to_keep(self, request: Request, cached: CachedPrefix) -> list[int]:
+        """The positions behind `cached` before which the request's states are worth a copy.
+
+        The last one from which the same tokens could go on, and where others went another way.
+        """
+        if self.states is None or not self.enabled or not self.states.count:
+            return []
+        unit = self._step * self.block_size
+        last = (len(request.tokens) - 1) // unit * unit
+        least = cached.tokens + self.states.least_tokens
+        return sorted({at for at in (cached.known, last) if at >= least})
+
+    def keep(self, request: Request, end: int) -> tuple[tuple[int, int], ...]:
+        """(position, number) of the states that a row up to `end` keeps."""
+        found = []
+        while request.keeps and request.keeps[0] <= end:
+            at = request.keeps.pop(0)
+            blocks = at // self.block_size
+            assert self.states is not None
+            number = self.states.keep(extend_chain(request, blocks, self.block_size)[blocks - 1])
+            if number is not None:
+                found.append((at, number))
+        return tuple(found)
 
     def register(self, request: Request) -> None:
         """Make the request's full blocks of known tokens findable, up to `scheduled`.
@@ -142,6 +189,8 @@ class PrefixCache:
         assert len(self._block_of) == len(self._digest_of)
         for digest, block in self._block_of.items():
             assert self._digest_of[block] == digest, block
+        if self.states is not None:
+            self.states.check()
 
     def _known(self, index: int, digests: list[bytes], end: int) -> list[int]:
         """A group's blocks below `end`; of one that forgets, FREED where they are not known."""

@@ -5,6 +5,7 @@ later position needs, once every step that read them was applied.
 """
 
 from configs.wire.plan import Capacity
+from scheduler.kv.kept_states import KeptStates
 from scheduler.kv.prefix_cache import FREED, CachedPrefix, PrefixCache
 from scheduler.request import Request
 
@@ -15,7 +16,9 @@ class KvTables:
     def __init__(self, capacity: Capacity, prefix_caching: bool, ahead: int) -> None:
         """ahead: positions that plans in flight and the next one name at most."""
         self.groups = capacity.groups
-        self.prefix = PrefixCache(capacity.num_blocks, self.groups, prefix_caching)
+        kept = capacity.kept_states
+        states = None if kept is None else KeptStates(kept, capacity.kept_after)
+        self.prefix = PrefixCache(capacity.num_blocks, self.groups, prefix_caching, states)
         self.pool = self.prefix.pool
         self._ahead = ahead
         self._unit = capacity.block_size
@@ -61,6 +64,7 @@ class KvTables:
         request.freed = [table.count(FREED) for table in cached.tables]
         request.computed = request.scheduled = request.covered = cached.tokens
         request.registered = cached.tokens // self._unit
+        request.keeps = self.prefix.to_keep(request, cached)
 
     def computed(self, request: Request) -> None:
         """Its full blocks can be found now; those that it needs no more are freed."""

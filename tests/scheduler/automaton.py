@@ -110,6 +110,7 @@ class Occupant:
     """What a rank keeps in a batch slot; known: how many tokens it joined with.
 
     guessed_wrong: its last row had a wrong draft: one more may be in flight behind that.
+    behind: what recurrent layers have of it: how many tokens, and the state after the last one.
     """
 
     tokens: list[int]
@@ -122,6 +123,7 @@ class Occupant:
     matcher: int = -1
     tables: list[list[int]] = field(default_factory=list)
     guessed_wrong: bool = False
+    behind: tuple[int, int] = (0, 0)
 
     def cell(self, index: int, group: KvGroup, position: int) -> tuple[int, int]:
         """The block and offset of a position in a KV group."""
@@ -178,6 +180,7 @@ class FakeRanks:
         self.in_flight: deque[Named] = deque()
         self.last_step = 0
         self.last: tuple[list[StepRow], StepResult] | None = None
+        self.kept_now: dict[int, tuple[int, int]] = {}  # by the number of kept states
 
     def stage(self, key: AdapterKey, shape: AdapterShape) -> bool:
         """Keep an adapter if there is room for its bytes, and more than that there never is."""
@@ -218,6 +221,7 @@ class FakeRanks:
         for row in plan.rows:
             if row not in void:
                 self._verify(row)
+                self._recur(row)
         faults = self._follow(plan, void)
         tokens, logprobs = self._compute(plan, dict(faults), void)
         occupants = [self.occupants[row.batch_slot] for row in plan.rows]
@@ -306,6 +310,8 @@ class FakeRanks:
             join.matcher,
             [[] for _ in self.capacity.groups],
         )
+        if join.state >= 0:
+            self.occupants[join.batch_slot].behind = self.kept_now[join.state]
         if join.matcher >= 0:
             assert join.matcher in self.matchers, "a row would wait for its matcher"
             generated = tuple(join.tokens[join.prompt_length :])
@@ -359,6 +365,24 @@ class FakeRanks:
                 assert all(self.slot_of_page[index, page] == occupant.slot for page in each), (
                     "page taken"
                 )
+
+    def _recur(self, row: StepRow) -> None:
+        """Recurrent layers go on from what is before the row, and keep what is behind a position.
+
+        Every number holds one state, which the next one replaces.
+        """
+        if self.capacity.kept_states is None:
+            assert not row.keeps
+            return
+        occupant, end = self.occupants[row.batch_slot], row.start + row.length
+        states = [0, *occupant.states(end)]
+        if row.start:
+            assert occupant.behind == (row.start, states[row.start]), "another's state"
+        for position, number in row.keeps:
+            assert row.start < position <= end
+            assert 0 <= number < self.capacity.kept_states
+            self.kept_now[number] = position, states[position]
+        occupant.behind = end, states[end]
 
     def _is_void(self, row: StepRow) -> bool:
         """Whether a row begins behind a wrong draft; then nothing of it may ever be used."""

@@ -4,7 +4,8 @@ transformers' own modules compute them (linear attention, state space models, sh
 They are called as its `generate` calls them, with a cache that holds the states of some rows: once
 for rows of one token each, once for every longer row. A batch slot has its states here, on the
 device, from one step to the next; a row that begins at its first position has none yet. There is
-one batch slot more, the dummy: rows that pad a captured step read and write its states.
+one batch slot more, the dummy: rows that pad a captured step read and write its states. Behind it
+are copies that are kept of some positions, from which other sequences go on.
 """
 
 import copy
@@ -37,7 +38,7 @@ KINDS = ("conv_states", "recurrent_states")
 
 
 class _State(NamedTuple):
-    """The states of one kind and number, of all batch slots and the dummy: [slots + 1, ...]."""
+    """The states of one kind and number: of all batch slots, the dummy and kept ones, [n, ...]."""
 
     kind: str
     number: int
@@ -52,6 +53,7 @@ class RecurrentLayers:
         self._step = step
         self._examples: dict[int, list[_State]] = {}
         self._states: dict[int, list[_State]] = {}
+        self._batch_slots = 0
         self._decodes: list[tuple[str, Callable[[], Tensor]]] = []
         self._fresh: list[Any] = []
         self._forwards: dict[int, MixerForward] = {}
@@ -88,16 +90,29 @@ class RecurrentLayers:
                 return False
         return True
 
-    def allocate(self, batch_slots: int) -> None:
-        """Take the memory of so many sequences' states, and of the dummy's behind them."""
+    def allocate(self, batch_slots: int, kept: int) -> None:
+        """Take the memory of so many sequences' states, the dummy's, and so many kept ones."""
+        self._batch_slots = batch_slots
+        sizes = batch_slots, kept
         self._states = {
-            layer: [each._replace(of_slots=_allocated(each.of_slots, batch_slots)) for each in own]
+            layer: [each._replace(of_slots=_allocated(each.of_slots, *sizes)) for each in own]
             for layer, own in self._examples.items()
         }
 
+    def go_on(self, batch_slot: int, kept: int) -> None:
+        """Give a batch slot the states that were kept by a number."""
+        number = self._batch_slots + 1 + kept
+        for own in self._states.values():
+            for each in own:
+                each.of_slots[batch_slot].copy_(each.of_slots[number])
+
     def tensors(self) -> Iterator[Tensor]:
-        """All states but the dummy's, each [batch slots, ...]."""
-        return (each.of_slots[:-1] for own in self._states.values() for each in own)
+        """All states but the dummy's, each [batch slots, ...] or [kept, ...]."""
+        slots = self._batch_slots
+        for own in self._states.values():
+            for each in own:
+                yield each.of_slots[:slots]
+                yield each.of_slots[slots + 1 :]
 
     def _compute(
         self,
@@ -170,12 +185,15 @@ class RecurrentLayers:
             # None: it was changed where it lies.
             if state is not None:
                 of_slots[rows.slots] = state.to(of_slots.dtype)
+            if rows.kept >= 0:
+                kept = self._batch_slots + 1 + rows.kept
+                of_slots[kept : kept + 1] = of_slots[rows.slots]
 
 
-def _allocated(example: Tensor, batch_slots: int) -> Tensor:
+def _allocated(example: Tensor, batch_slots: int, kept: int) -> Tensor:
     # Left as it is: a row that begins reads none, and on a CPU unused memory takes no room.
-    states = example.new_empty(batch_slots + 1, *example.shape)
-    states[-1].zero_()
+    states = example.new_empty(batch_slots + 1 + kept, *example.shape)
+    states[batch_slots].zero_()
     return states
 
 

@@ -104,7 +104,7 @@ def test_states_of_recurrent_layers_leave_room_for_a_cache() -> None:
     check_states(256, 150_000_000, None)
     check_states(100, 150_000_000, memory)
     with pytest.raises(
-        ValueError, match=r"150 MB of each of 256 .* 21\.5 GB free: set it to 100 at"
+        ValueError, match=r"150 MB for each of 256 .* 21\.5 GB free: let them be 100 at"
     ):
         check_states(256, 150_000_000, memory)
     with pytest.raises(ValueError, match="not even one fits"):

@@ -29,10 +29,12 @@ def loaded(folder: Path, **changes: Any) -> ModelRunner:
     return load_paged(engine_config(model, **changes), SingleRank(), torch.device("cpu")).allocate()
 
 
-def test_no_prefix_is_shared_and_no_token_guessed(tmp_path: Path) -> None:
-    report = loaded(tmp_path).report
+def test_prefixes_are_shared_where_states_are_kept_and_no_token_is_guessed(tmp_path: Path) -> None:
+    cache = CacheConfig(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, kept_states=0)
+    report = loaded(tmp_path, cache=cache).report
     capacity = capacity_of(report)
     assert capacity.chunked
+    assert capacity.kept_states == 0
     assert not capacity.prefix_caching
     assert not capacity.drafts
     # Two layers: 2 keys' heads of 8 numbers, twice, and 4 values' heads of 12, for 4 positions;

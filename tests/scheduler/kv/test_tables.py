@@ -128,7 +128,9 @@ def test_a_hit_ends_where_a_group_has_lost_its_window() -> None:
     cache._forget(first.tables[1][6])
     assert cache.match(longer).tokens == 24
     cache._forget(first.tables[1][4])
-    assert cache.match(longer) == (16, [first.tables[0][:4], [FREED, FREED, *first.tables[1][2:4]]])
+    found = cache.match(longer)
+    assert (found.tokens, found.known, found.state) == (16, 16, -1)
+    assert found.tables == [first.tables[0][:4], [FREED, FREED, *first.tables[1][2:4]]]
 
 
 def test_a_hit_ends_where_a_block_of_every_group_does() -> None:
