@@ -49,6 +49,23 @@ def test_heads_beside_an_adapter_are_part_of_it(tmp_path: Path) -> None:
     assert digests[0] != digests[1]
 
 
+def test_a_folder_whose_name_is_no_text_is_not_listed(tmp_path: Path) -> None:
+    write(tmp_path / "red")
+    write(tmp_path / os.fsdecode(b"blue\xff"))
+    assert sources(tmp_path, local_roots=[str(tmp_path)]).known_local() == ["red"]
+
+
+@pytest.mark.parametrize(
+    "name", [b"adapter_model\xff.safetensors", b"additional_chat_templates/\xff.jinja"]
+)
+def test_a_file_whose_name_is_no_text_is_refused(tmp_path: Path, name: bytes) -> None:
+    folder = write(tmp_path / "red")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / os.fsdecode(name)).write_bytes(adapter_files()["adapter_model.safetensors"])
+    store = sources(tmp_path, local_roots=[str(tmp_path)])
+    assert refusal(store, local("red")) is AdapterRefusal.UNSUPPORTED
+
+
 def test_a_name_in_several_roots_is_listed_once(tmp_path: Path) -> None:
     for root in ("one", "two"):
         write(tmp_path / root / "red")
@@ -58,7 +75,9 @@ def test_a_name_in_several_roots_is_listed_once(tmp_path: Path) -> None:
     assert fetch(store, local("red")).folder == tmp_path / "one" / "red"
 
 
-@pytest.mark.parametrize("name", ["../outside", "red/../../outside", "link", "missing", "/etc"])
+@pytest.mark.parametrize(
+    "name", ["../outside", "red/../../outside", "link", "missing", "/etc", "ü" * 200]
+)
 def test_nothing_outside_the_roots_is_read(tmp_path: Path, name: str) -> None:
     outside = write(tmp_path / "outside")
     root = tmp_path / "root"
