@@ -91,14 +91,16 @@ class LocalSource:
 
 
 def origin_of(folder: Path, files: Fingerprint) -> str:
-    """Identify a folder's content by its files' names, sizes and times.
+    """Identify a folder's content by its files' names, sizes and times; OSError if one is gone.
 
-    A file that was written just now may change again within one tick of the file system's clock.
-    So the origin of a young folder is different in each call.
+    Archives may set the time of a file's content, so that of its inode counts too. A file that was
+    written just now may change again within one tick of the file system's clock. So the origin of a
+    young folder is different in each call.
     """
     now = time.time_ns()
     is_young = now - max(changed for _, _, changed in files) < _CLOCK_TICK_NS
-    return f"local:{folder}:{files}{now if is_young else ''}"
+    changes = [(folder / name).stat().st_ctime_ns for name, _, _ in files]
+    return f"local:{folder}:{files}{changes}{now if is_young else ''}"
 
 
 def _resolved(path: Path) -> Path:

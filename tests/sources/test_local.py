@@ -66,6 +66,18 @@ def test_a_file_whose_name_is_no_text_is_refused(tmp_path: Path, name: bytes) ->
     assert refusal(store, local("red")) is AdapterRefusal.UNSUPPORTED
 
 
+def test_other_bytes_of_the_same_size_and_time_are_another_adapter(tmp_path: Path) -> None:
+    """As archives write them that set all times to one."""
+    store = sources(tmp_path, local_roots=[str(tmp_path)])
+    found = []
+    for value in (1.0, 2.0):
+        for path in write(tmp_path / "red", value).iterdir():
+            os.utime(path, (1, 1))
+        found.append(fetch(store, local("red")))
+    assert found[0].fingerprint == found[1].fingerprint
+    assert found[0].origin != found[1].origin
+
+
 def test_a_name_in_several_roots_is_listed_once(tmp_path: Path) -> None:
     for root in ("one", "two"):
         write(tmp_path / root / "red")

@@ -162,7 +162,7 @@ def test_wrong_fields_are_refused_by_name(client: openai.OpenAI) -> None:
         )  # fmt: skip
 
 
-def test_a_storage_that_fails_is_said(client: openai.OpenAI, tmp_path: Path) -> None:
+def test_a_storage_that_fails_answers_503(client: openai.OpenAI, tmp_path: Path) -> None:
     (tmp_path / owner_of("one")).write_bytes(b"")  # No folder can be made here, as on a full disk.
     with pytest.raises(openai.InternalServerError, match="storage of files") as refused:
         client.files.create(file=("in.jsonl", LINES), purpose="batch")
