@@ -33,6 +33,9 @@ _PLAIN_TOKEN = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "
 _UNWRITTEN = "\U0010ffff"
 """A code point that is no character."""
 
+_SPACE = "\u2581"
+"""A space, as the vocabularies of SentencePiece have it."""
+
 INSTALL = "llguidance is not installed (pip install llguidance)"
 
 
@@ -59,10 +62,12 @@ def tokenizer_of(folder: Path, vocab_size: int) -> "LLTokenizer":
 
     ends = [id for id in end_token_ids(folder) if id < vocab_size]
     described = _description(folder)
+    _add_prepended(described)
     # Files often add tokens that the model was never resized for: it cannot sample them.
     added = [token for token in described["added_tokens"] if token["id"] < vocab_size]
     described["added_tokens"] = added
     _rename_special_tokens(described, ends)
+    _keep_text(described)
     return LLTokenizer(json.dumps(described), n_vocab=vocab_size, eos_token=ends or None)
 
 
@@ -107,6 +112,58 @@ def _rename_special_tokens(described: dict[str, Any], ends: list[int]) -> None:
         model["vocab"] = [[renamed.get(piece, piece), *rest] for piece, *rest in vocab]
     if model.get("unk_token") in renamed:
         model["unk_token"] = renamed[model["unk_token"]]
+
+
+def _add_prepended(described: dict[str, Any]) -> None:
+    """Give added tokens the space that a normalizer prepends to their text.
+
+    The `tokenizers` library finds and decodes tokens that are marked as normalized with it.
+    """
+    steps = _steps(described.get("normalizer"), "normalizers")
+    if not any(step["type"] == "Prepend" and step["prepend"] == _SPACE for step in steps):
+        return
+    for token in described["added_tokens"]:
+        if token["normalized"] and token["content"] not in described["model"]["vocab"]:
+            token |= {"content": f" {token['content']}", "normalized": False}
+
+
+def _keep_text(described: dict[str, Any]) -> None:
+    """Have the tokenizer encode any text without a change, and decode spaces.
+
+    llguidance encodes the text that a constraint forces. A normalizer that changes it (Qwen's NFC)
+    would lead to tokens of another text, which the constraint refuses. Metaspace in a decoder is
+    nothing to llguidance.
+    """
+    if normalizer := described.get("normalizer"):
+        kept = [step for step in _steps(normalizer, "normalizers") if _only_writes(step)]
+        described["normalizer"] = {"type": "Sequence", "normalizers": kept}
+    decoder = described.get("decoder")
+    if decoder is not None and decoder["type"] == "Sequence":
+        steps = [_spaces(step) for step in _steps(decoder, "decoders")]
+        described["decoder"] = {"type": "Sequence", "decoders": steps}
+
+
+def _only_writes(step: dict[str, Any]) -> bool:
+    """Whether a normalizer only writes text as a vocabulary has it: spaces and bytes as signs."""
+    if step["type"] == "Replace":
+        return bool(step["pattern"].get("String") == " ")
+    return step["type"] in ("Prepend", "ByteLevel")
+
+
+def _spaces(step: dict[str, Any]) -> dict[str, Any]:
+    """A step of a decoder; Metaspace as the Replace that it is but for a text's first space."""
+    if step["type"] != "Metaspace":
+        return step
+    return {"type": "Replace", "pattern": {"String": step["replacement"]}, "content": " "}
+
+
+def _steps(component: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
+    """The steps of a normalizer or decoder in order; name: of the list in a sequence of them."""
+    if component is None:
+        return []
+    if component["type"] != "Sequence":
+        return [component]
+    return [step for part in component[name] for step in _steps(part, name)]
 
 
 def matcher_of(tokenizer: "LLTokenizer", constraint: str) -> "LLMatcher":

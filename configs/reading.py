@@ -133,6 +133,18 @@ def has_tokenizer(folder: Path) -> bool:
     return any(path.is_file() for name in _VOCABULARIES for path in folder.glob(name))
 
 
+def is_encodable(text: str) -> bool:
+    """Return whether a text can be written as UTF-8.
+
+    Names of files that are no UTF-8, and halves of surrogate pairs in JSON, cannot.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def read_text(path: Path, max_bytes: int, within: Path | None = None) -> str:
     """Read a whole UTF-8 file of at most `max_bytes`.
 

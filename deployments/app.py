@@ -61,6 +61,9 @@ def _driver(config: ServeConfig, name: str) -> Deployment:
         placement_group_strategy=config.placement.value,
         max_constructor_retry_count=2,
         request_router_config=routing(),
+        # For a yaml without one. Serve tells replicas nothing of an absent one, so they would keep
+        # what was deleted, and have no good settings before a first one that is faulty.
+        user_config={},
         **_shared(config),
     )
 

@@ -95,7 +95,10 @@ class AdapterSources:
             here = self._inspected(found.folder, found)
             if found.reference.source is AdapterSource.LOCAL:
                 # The folder may have been rewritten since `resolve`.
-                here = replace(here, origin=origin_of(here.folder, here.fingerprint))
+                try:
+                    here = replace(here, origin=origin_of(here.folder, here.fingerprint))
+                except OSError as error:
+                    _refuse_unreadable(name, error)
             return here
         try:
             if found.reference.source is AdapterSource.PUSHED:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Protocol
 
 from configs.catalogue import FILE_NAME, CatalogueEntry, parse_catalogue
-from configs.reading import read_text
+from configs.reading import is_encodable, read_text
 from sources.base import CONFIG_NAME, MAX_CONFIG_BYTES
 from sources.files import fingerprint
 
@@ -52,7 +52,8 @@ def read_catalogue(
         entries = parse_catalogue(read_text(path, MAX_CONFIG_BYTES))
         return _listing(entries, {})
     # A tool that writes an adapter beside its final folder hides it until then.
-    shown = (child for child in sorted(path.iterdir()) if not child.name.startswith("."))
+    children = (child for child in sorted(path.iterdir()) if is_encodable(child.name))
+    shown = (child for child in children if not child.name.startswith("."))
     folders = [child for child in shown if (child / CONFIG_NAME).is_file()]
     found = {folder.name: CatalogueEntry(adapter=reference(folder)) for folder in folders}
     versions = {folder.name: _version(folder) for folder in folders}

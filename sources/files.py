@@ -6,7 +6,13 @@ import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from configs.reading import DamagedFile, NotRegular, RegularFile, safetensors_header_bytes
+from configs.reading import (
+    DamagedFile,
+    NotRegular,
+    RegularFile,
+    is_encodable,
+    safetensors_header_bytes,
+)
 from configs.wire.adapters import AdapterRefusal
 from configs.wire.templates import OTHERS_FOLDER
 from sources.base import (
@@ -39,6 +45,8 @@ def fingerprint(folder: Path) -> Fingerprint:
     paths = [folder / CONFIG_NAME, *weights, *(p for p in heads if p.name in names), *templates]
     stats = [(path, path.stat()) for path in paths]
     for path, found in stats:
+        if not is_encodable(path.name):
+            raise NotRegular(f"{path.name!r} is no name in UTF-8: rename the file")
         if not stat.S_ISREG(found.st_mode):
             raise NotRegular(f"{path.name} is no regular file")
     return tuple(

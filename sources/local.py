@@ -5,6 +5,7 @@ import posixpath
 import time
 from pathlib import Path
 
+from configs.reading import is_encodable
 from configs.wire.adapters import AdapterReference, AdapterRefusal, AdapterSource
 from sources.base import (
     CONFIG_NAME,
@@ -17,6 +18,7 @@ from sources.base import (
 from sources.files import fingerprint
 
 _LONGEST_ID = 255
+"""Bytes: the most that file systems allow for the name of a folder."""
 _CLOCK_TICK_NS = 100_000_000
 
 
@@ -63,16 +65,21 @@ class LocalSource:
         return None
 
     def listing(self) -> list[str]:
-        """Return the ids of the adapters directly under the roots, hidden folders left out."""
+        """Return the ids of the adapters directly under the roots.
+
+        Hidden folders are left out, and those of a name that no request can spell.
+        """
         found = (path for root in self._roots for path in root.glob(f"*/{CONFIG_NAME}"))
         # Roots may have equal names, or be one folder: the first one that has a name serves it.
-        return sorted({path.parent.name for path in found if not path.parent.name.startswith(".")})
+        names = {path.parent.name for path in found}
+        return sorted(name for name in names if not name.startswith(".") and is_encodable(name))
 
     def _find(self, name: str) -> tuple[Path, Path]:
         """Return the root and the folder of an id; AdapterError if there is none."""
         plain = "\0" not in name and posixpath.normpath(name) == name
         plain = plain and ".." not in name.split("/")
-        for root in self._roots if plain and len(name) <= _LONGEST_ID else ():
+        plain = plain and len(name.encode(errors="replace")) <= _LONGEST_ID
+        for root in self._roots if plain else ():
             folder = _resolved(root / name)
             if folder.is_relative_to(root) and (folder / CONFIG_NAME).is_file():
                 return root, folder
@@ -84,14 +91,16 @@ class LocalSource:
 
 
 def origin_of(folder: Path, files: Fingerprint) -> str:
-    """Identify a folder's content by its files' names, sizes and times.
+    """Identify a folder's content by its files' names, sizes and times; OSError if one is gone.
 
-    A file that was written just now may change again within one tick of the file system's clock.
-    So the origin of a young folder is different in each call.
+    Archives may set the time of a file's content, so that of its inode counts too. A file that was
+    written just now may change again within one tick of the file system's clock. So the origin of a
+    young folder is different in each call.
     """
     now = time.time_ns()
     is_young = now - max(changed for _, _, changed in files) < _CLOCK_TICK_NS
-    return f"local:{folder}:{files}{now if is_young else ''}"
+    changes = [(folder / name).stat().st_ctime_ns for name, _, _ in files]
+    return f"local:{folder}:{files}{changes}{now if is_young else ''}"
 
 
 def _resolved(path: Path) -> Path:

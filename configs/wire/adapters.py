@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from enum import StrEnum
 from fnmatch import fnmatchcase
-from typing import NewType
+from typing import NewType, TypeGuard
 
 import msgspec
 
@@ -66,6 +66,16 @@ def allows(patterns: Sequence[str] | None, source: str, id: str) -> bool:
 
 MAX_INVOCATION = 256
 """Most tokens of an activated adapter's invocation; published ones have a dozen."""
+
+_LONG = 2**63
+
+
+def are_tokens(value: object) -> TypeGuard[list[int]]:
+    """Whether a value is a list of numbers that a tensor of tokens, as PEFT makes it, holds."""
+    return isinstance(value, list) and all(
+        type(each) is int and -_LONG <= each < _LONG for each in value
+    )
+
 
 NEVER_ACTIVE = 2**62
 """A position that no request reaches."""
@@ -147,15 +157,21 @@ class AdapterError(Exception):
     """The adapter cannot be served exactly; `message` says why and what to do.
 
     reasons: all faults that were found; () stands for the message alone.
+    What a message quotes of an adapter's files may be no Unicode, and is escaped: it could not be
+    sent.
     """
 
     def __init__(
         self, refusal: AdapterRefusal, message: str, reasons: tuple[str, ...] = ()
     ) -> None:
-        super().__init__(message)
         self.refusal = refusal
-        self.message = message
-        self.reasons = reasons or (message,)
+        self.message = _escaped(message)
+        self.reasons = tuple(map(_escaped, reasons)) or (self.message,)
+        super().__init__(self.message)
+
+
+def _escaped(text: str) -> str:
+    return text.encode(errors="backslashreplace").decode()
 
 
 class AdapterDeferred(Exception):

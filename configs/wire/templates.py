@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from configs.reading import read_object, read_text
+from configs.reading import is_encodable, read_object, read_text
 
 DEFAULT, TOOL_USE = "default", "tool_use"
 OTHERS_FOLDER = "additional_chat_templates"
@@ -50,6 +50,8 @@ def read_template(folder: Path) -> TemplateSource:
     if sum(map(len, found.values())) > _MAX_CHARACTERS:
         raise ValueError(f"the chat templates have more than {_MAX_CHARACTERS} characters")
     tokens = _special_tokens(config | _special_tokens_map(folder, config))
+    if not all(map(is_encodable, (*found, *found.values(), *tokens, *tokens.values()))):
+        raise ValueError("a chat template, a special token or a name of one is not valid Unicode")
     return TemplateSource(found.pop(DEFAULT, ""), tokens, found)
 
 

@@ -200,7 +200,8 @@ class Worker:
             # Without a reply, the requests over this adapter would wait for ever.
             logger.exception("staging adapter %s failed", adapter.name)
             message = f"adapter {adapter.name!r} could not be read: {error}"
-            return StageFailed(rank, key, AdapterRefusal.UNAVAILABLE, message, attempt)
+            refused = AdapterError(AdapterRefusal.UNAVAILABLE, message)
+            return StageFailed(rank, key, refused.refusal, refused.message, attempt)
 
     def _break(self, error: Exception) -> None:
         logger.exception("a step failed")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from configs.wire.adapters import MAX_INVOCATION, AdapterRefusal
+from configs.wire.adapters import MAX_INVOCATION, AdapterRefusal, are_tokens
 from modeling.adapters.config_file import read_config
 from modeling.adapters.faults import Faults, refuse
 from modeling.adapters.patterns import MatchBudget, PatternError
@@ -259,7 +259,7 @@ def read_invocation(value: object) -> tuple[int, ...]:
     if value is None or value == []:
         return ()
     name = "alora_invocation_tokens"
-    if not isinstance(value, list) or not all(type(each) is int for each in value):
+    if not are_tokens(value):
         refuse(f"{name}={_short(value)} must be a list of token ids")
     if len(value) > MAX_INVOCATION:
         refuse(f"{name} has {len(value)} tokens, over the {MAX_INVOCATION} that it may have")

@@ -1,11 +1,12 @@
 """The tokenizer of grammars knows the tokens that the ingress knows."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.models import Model
 
 from configs.grammars import matcher_of, tokenizer_of
@@ -97,3 +98,53 @@ def test_special_tokens_in_a_constraint_are_text(
         text += tokenizer.id_to_token(int(token)) or ""
     assert text == choice
     assert matcher.is_accepting()
+
+
+def _byte_level() -> Tokenizer:
+    tokenizer = Tokenizer(MODELS["bytes"][0])
+    tokenizer.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _metaspace() -> Tokenizer:
+    pieces = [(piece, -1.0) for piece in [*PIECES, "\u2581", "\u2581b"]]
+    tokenizer = Tokenizer(models.Unigram(pieces, unk_id=0, byte_fallback=True))
+    tokenizer.normalizer = normalizers.NFKC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
+    return tokenizer
+
+
+def _prepending() -> Tokenizer:
+    pieces = {piece: id for id, piece in enumerate([*PIECES, "\u2581"])}
+    tokenizer = Tokenizer(models.BPE(pieces, MERGES, unk_token="<unk>", byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(),
+         decoders.Strip(" ", 1, 0)]
+    )  # fmt: skip
+    tokenizer.add_tokens([AddedToken("bana", normalized=True)])
+    return tokenizer
+
+
+@pytest.mark.parametrize("make", [_byte_level, _metaspace, _prepending])
+@pytest.mark.parametrize("choice", ["Cafe\u0301", "5\u2126 \ufb01", "A b  c", "a bana b"])
+def test_a_constraint_is_written_as_it_is(
+    tmp_path: Path, make: Callable[[], Tokenizer], choice: str
+) -> None:
+    """Whatever the tokenizer does to the text of a prompt."""
+    tokenizer = make()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": END}))
+    known = tokenizer_of(tmp_path, tokenizer.get_vocab_size())
+    matcher, written = matcher_of(known, f"start: {json.dumps(choice)}"), []
+    while not matcher.is_accepting():
+        mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+        [*_, token] = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
+        written.append(int(token))
+        assert matcher.consume_token(written[-1]), matcher.get_error()
+    assert tokenizer.decode(written) == choice

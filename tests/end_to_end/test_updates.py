@@ -173,6 +173,9 @@ def test_changes_and_mistakes_of_the_yaml_end_no_replica(served: Served, answers
     with Load(served, answers) as load:
         before = concurrency(served)
         options = driver_options(config)
+        options["user_config"] = {"pined_adapters": ["pirate"]}
+        deploy(served, config)
+        wait_for(refused)
         options["user_config"] = {"pinned_adapters": ["pirate"], "max_queued": 77}
         deploy(served, config)
         # The ingress asks the driver for its description, so the new limit shows in /info.
@@ -183,6 +186,12 @@ def test_changes_and_mistakes_of_the_yaml_end_no_replica(served: Served, answers
         options["user_config"] = {"pinned_adapters": ["pirate"]}
         deploy(served, config)
         wait_for(lambda: not refused())
+        options["user_config"] = {"max_queued": 77}
+        deploy(served, config)
+        wait_for(lambda: concurrency(served) == before - 512 + 77)
+        del options["user_config"]
+        deploy(served, config)
+        wait_for(lambda: concurrency(served) == before)
         assert drivers(served) == [first]
         config["applications"][0]["args"]["engine"]["model"]["id"] = "/no/such/model"
         deploy(served, config)

@@ -49,6 +49,35 @@ def test_heads_beside_an_adapter_are_part_of_it(tmp_path: Path) -> None:
     assert digests[0] != digests[1]
 
 
+def test_a_folder_whose_name_is_no_text_is_not_listed(tmp_path: Path) -> None:
+    write(tmp_path / "red")
+    write(tmp_path / os.fsdecode(b"blue\xff"))
+    assert sources(tmp_path, local_roots=[str(tmp_path)]).known_local() == ["red"]
+
+
+@pytest.mark.parametrize(
+    "name", [b"adapter_model\xff.safetensors", b"additional_chat_templates/\xff.jinja"]
+)
+def test_a_file_whose_name_is_no_text_is_refused(tmp_path: Path, name: bytes) -> None:
+    folder = write(tmp_path / "red")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / os.fsdecode(name)).write_bytes(adapter_files()["adapter_model.safetensors"])
+    store = sources(tmp_path, local_roots=[str(tmp_path)])
+    assert refusal(store, local("red")) is AdapterRefusal.UNSUPPORTED
+
+
+def test_other_bytes_of_the_same_size_and_time_are_another_adapter(tmp_path: Path) -> None:
+    """As archives write them that set all times to one."""
+    store = sources(tmp_path, local_roots=[str(tmp_path)])
+    found = []
+    for value in (1.0, 2.0):
+        for path in write(tmp_path / "red", value).iterdir():
+            os.utime(path, (1, 1))
+        found.append(fetch(store, local("red")))
+    assert found[0].fingerprint == found[1].fingerprint
+    assert found[0].origin != found[1].origin
+
+
 def test_a_name_in_several_roots_is_listed_once(tmp_path: Path) -> None:
     for root in ("one", "two"):
         write(tmp_path / root / "red")
@@ -58,7 +87,9 @@ def test_a_name_in_several_roots_is_listed_once(tmp_path: Path) -> None:
     assert fetch(store, local("red")).folder == tmp_path / "one" / "red"
 
 
-@pytest.mark.parametrize("name", ["../outside", "red/../../outside", "link", "missing", "/etc"])
+@pytest.mark.parametrize(
+    "name", ["../outside", "red/../../outside", "link", "missing", "/etc", "ü" * 200]
+)
 def test_nothing_outside_the_roots_is_read(tmp_path: Path, name: str) -> None:
     outside = write(tmp_path / "outside")
     root = tmp_path / "root"

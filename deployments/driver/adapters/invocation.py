@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from configs.reading import read_object
-from configs.wire.adapters import MAX_INVOCATION, AdapterRefusal
+from configs.wire.adapters import MAX_INVOCATION, AdapterRefusal, are_tokens
 from sources.base import CONFIG_NAME, MAX_CONFIG_BYTES, refuse
 
 FIELD = "alora_invocation_tokens"
@@ -25,5 +25,4 @@ def invocation_of(folder: Path) -> tuple[int, ...]:
         )
     except ValueError:
         return ()
-    is_right = isinstance(tokens, list) and all(type(each) is int for each in tokens)
-    return tuple(tokens) if is_right and len(tokens) <= MAX_INVOCATION else ()
+    return tuple(tokens) if are_tokens(tokens) and len(tokens) <= MAX_INVOCATION else ()

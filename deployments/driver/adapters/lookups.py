@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
+import msgspec
+
 from configs.adapters import AdaptersConfig
 from configs.wire.adapters import (
     AdapterError,
@@ -150,6 +152,7 @@ class Lookups:
         def read() -> ReadAdapter:
             folder = self.sources.fetch(found, token, payer)
             try:
+                _check_sendable(folder, found.reference.id)
                 digest = known or self.sources.digest(folder, found.reference.id)
                 return ReadAdapter(folder, digest, invocation_of(folder.folder))
             except AdapterError:
@@ -248,6 +251,21 @@ class Lookups:
             message = f"adapter {reference.id!r}: its lookup was given up: try again"
             raise AdapterError(AdapterRefusal.UNAVAILABLE, message)
         return look()
+
+
+def _check_sendable(folder: AdapterFolder, name: str) -> None:
+    """Refuse what no message to a rank can hold: the loop, which sends it, would end.
+
+    That is a path that is no UTF-8, or a time of centuries, as file systems in memory keep it.
+    """
+    try:
+        msgspec.msgpack.encode((str(folder.folder), folder.fingerprint))
+    except (OverflowError, UnicodeEncodeError) as error:
+        raise AdapterError(
+            AdapterRefusal.UNSUPPORTED,
+            f"adapter {name!r}: the path or a time of its files cannot be sent to the ranks "
+            f"({error}): give them others",
+        ) from error
 
 
 def _overdue(reference: AdapterReference) -> Overdue:

@@ -8,12 +8,14 @@
 A batch's record has one writer: the route that makes it, then the runner.
 """
 
+import asyncio
 import hashlib
+import logging
 import re
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from typing import IO, TypeVar
+from typing import IO, ParamSpec, TypeVar
 
 import msgspec
 
@@ -27,9 +29,27 @@ _OFF = "files and batches are off on this server: its operator can set `batches.
 _DAY = 86_400
 _PIECE_BYTES = 1 << 20
 _READS = 5
+_STORAGE_RETRY_S = 60.0
 _ID = re.compile(r"(file-|batch_)[0-9a-f]{28}")
 
 R = TypeVar("R", FileRecord, BatchRecord)
+T = TypeVar("T")
+A = ParamSpec("A")
+
+logger = logging.getLogger("loray.ingress.batches")
+
+
+async def from_store(call: Callable[A, T], *args: A.args, **kwargs: A.kwargs) -> T:
+    """A reply of the store, from a thread; RequestError if its folder or bucket fails."""
+    try:
+        return await asyncio.to_thread(call, *args, **kwargs)
+    except OSError as error:
+        logger.warning("batches.storage: %s", error)
+        raise RequestError(
+            ErrorKind.UNAVAILABLE,
+            "the server's storage of files and batches fails, or is full: try again later",
+            retry_after_s=_STORAGE_RETRY_S,
+        ) from error
 
 
 class BatchStore:

@@ -1,5 +1,6 @@
 """Logprobs of prompts' tokens in three forms: LoRAX's, OpenAI's and vLLM's."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import msgspec
@@ -11,7 +12,7 @@ from deployments.ingress.generation.replies import Choice
 from deployments.ingress.text.detokenizer_state import DetokenizerState, TextPiece
 from deployments.ingress.text.logprobs import finite
 from deployments.ingress.text.stops import StopStrings
-from deployments.ingress.text.tokenizer import ModelTokenizer
+from deployments.ingress.text.tokenizer import ModelTokenizer, Slice
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,15 @@ def prefill(choice: Choice, text: ModelTokenizer) -> list[PrefillToken]:
         PrefillToken(id, text.token_text(id), value)
         for id, value in zip(choice.prompt, values, strict=True)
     ]
+
+
+def starts_of(slices: Iterable[Slice]) -> list[int]:
+    """Where in its text each token begins; one that the tokenizer adds, where those before end."""
+    starts, end = [], 0
+    for each in slices:
+        starts.append(each.start if each.stop else end)
+        end = max(end, each.stop)
+    return starts
 
 
 def echoed(prompt: Prompt, choice: Choice, num_top: int, text: ModelTokenizer) -> list[TextPiece]:

@@ -4,14 +4,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator
 
-
-def is_encodable(text: str) -> bool:
-    """Whether the text can be written as UTF-8."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+from configs.reading import is_encodable
 
 
 def _encodable(text: str) -> str:

@@ -1,6 +1,5 @@
 """OpenAI's /v1/batches. A runner of its own computes them; these routes keep records."""
 
-import asyncio
 from collections.abc import Callable
 from typing import Annotated, Literal
 
@@ -11,7 +10,7 @@ from starlette.responses import Response
 from deployments.ingress.access.keys import grant_of
 from deployments.ingress.batches.lines import ENDPOINTS
 from deployments.ingress.batches.records import BatchRecord
-from deployments.ingress.batches.store import BatchStore, owner_of
+from deployments.ingress.batches.store import BatchStore, from_store, owner_of
 from deployments.ingress.http.body_lists import Closed, at_most
 from deployments.ingress.http.errors import invalid
 from deployments.ingress.http.responses import json_response
@@ -49,7 +48,7 @@ def routes(store: BatchStore, wake: Callable[[], None]) -> APIRouter:
     @router.post("")
     async def create(request: Request, body: BatchBody) -> Response:
         key = grant_of(request).name
-        record = await asyncio.to_thread(_create, store, key, body)
+        record = await from_store(_create, store, key, body)
         wake()
         return json_response(record)
 
@@ -58,18 +57,16 @@ def routes(store: BatchStore, wake: Callable[[], None]) -> APIRouter:
         request: Request, after: str | None = None, limit: int = Query(20, ge=1, le=100)
     ) -> Response:
         owner = owner_of(grant_of(request).name)
-        return json_response(
-            page(await asyncio.to_thread(store.batches, owner, after, limit), limit)
-        )
+        return json_response(page(await from_store(store.batches, owner, after, limit), limit))
 
     @router.get("/{id}")
     async def batch(request: Request, id: str) -> Response:
         owner = owner_of(grant_of(request).name)
-        return json_response(await asyncio.to_thread(store.batch, owner, id))
+        return json_response(await from_store(store.batch, owner, id))
 
     @router.post("/{id}/cancel")
     async def cancel(request: Request, id: str) -> Response:
-        record = await asyncio.to_thread(store.cancel, owner_of(grant_of(request).name), id)
+        record = await from_store(store.cancel, owner_of(grant_of(request).name), id)
         wake()
         return json_response(record)
 

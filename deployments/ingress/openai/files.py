@@ -1,6 +1,5 @@
 """OpenAI's /v1/files: inputs and outputs of batches. Each API key sees its own."""
 
-import asyncio
 from collections.abc import Iterator
 from typing import IO, Any, Literal
 
@@ -11,7 +10,7 @@ from starlette.responses import Response, StreamingResponse
 
 from deployments.ingress.access.keys import grant_of
 from deployments.ingress.batches.records import FileRecord
-from deployments.ingress.batches.store import BatchStore, owner_of
+from deployments.ingress.batches.store import BatchStore, from_store, owner_of
 from deployments.ingress.http.bodies import bounded
 from deployments.ingress.http.errors import invalid
 from deployments.ingress.http.responses import json_response
@@ -59,7 +58,7 @@ def routes(store: BatchStore) -> APIRouter:
         async with streamed.form(**fields) as form:
             file, keep_s = _checked(form)
             owner, name = owner_of(grant_of(request).name), (file.filename or "")[:_MAX_NAME]
-            record = await asyncio.to_thread(store.add_file, owner, file.file, name, keep_s)
+            record = await from_store(store.add_file, owner, file.file, name, keep_s)
         return json_response(record)
 
     @router.get("")
@@ -72,7 +71,7 @@ def routes(store: BatchStore) -> APIRouter:
     ) -> Response:
         owner = owner_of(grant_of(request).name)
         most = min(limit, store.config.max_files)
-        found = await asyncio.to_thread(store.files, owner, after, most, order == "desc")
+        found = await from_store(store.files, owner, after, most, order == "desc")
         return json_response(page(found, most, lambda each: purpose in (None, each.purpose)))
 
     @router.get("/{id}")
@@ -82,19 +81,19 @@ def routes(store: BatchStore) -> APIRouter:
     @router.get("/{id}/content")
     async def content(request: Request, id: str) -> Response:
         record = await _record(request, id)
-        stream = await asyncio.to_thread(store.content, owner_of(grant_of(request).name), id)
+        stream = await from_store(store.content, owner_of(grant_of(request).name), id)
         pieces = iterate_in_threadpool(_pieces(stream))
         headers = {"content-length": str(record.bytes)}
         return StreamingResponse(pieces, headers=headers, media_type="application/octet-stream")
 
     @router.delete("/{id}")
     async def delete(request: Request, id: str) -> Response:
-        await asyncio.to_thread(store.delete_file, owner_of(grant_of(request).name), id)
+        await from_store(store.delete_file, owner_of(grant_of(request).name), id)
         gone: DeletedFile = {"id": id, "object": "file", "deleted": True}
         return json_response(gone)
 
     async def _record(request: Request, id: str) -> FileRecord:
-        return await asyncio.to_thread(store.file, owner_of(grant_of(request).name), id)
+        return await from_store(store.file, owner_of(grant_of(request).name), id)
 
     return router
 

@@ -14,9 +14,10 @@ from pydantic import (
     field_validator,
 )
 
+from configs.reading import is_encodable
 from deployments.ingress.http.body_lists import Items, at_most
 from deployments.ingress.http.errors import invalid
-from deployments.ingress.http.unicode import Unicode, is_encodable
+from deployments.ingress.http.unicode import Unicode
 from deployments.ingress.requests.renaming import malformed_chat
 from deployments.ingress.requests.request_fields import (
     NO_SUCH,

@@ -11,7 +11,7 @@ from deployments.contract import EngineInfo, ErrorKind
 from deployments.ingress.access.keys import visible
 from deployments.ingress.adapter_names.references import listed_name
 from deployments.ingress.generation.engine import EngineClient, GenerationJob, ServedModel
-from deployments.ingress.generation.prompt_replies import Prompt
+from deployments.ingress.generation.prompt_replies import Prompt, starts_of
 from deployments.ingress.http.errors import RequestError
 from deployments.ingress.http.responses import json_response
 from deployments.ingress.openai.pages import models_page
@@ -103,7 +103,7 @@ async def _text_prompt(given: str, body: CompletionBody, served: ServedModel) ->
     # A prompt that is too long is refused later, with the length of the answer in the message.
     if not body.echo or body.logprobs is None or len(ids) > info.max_total_tokens:
         return Prompt(given, ids)
-    return Prompt(given, ids, [each.start for each in await tokenizer.slices(given, specials)])
+    return Prompt(given, ids, starts_of(await tokenizer.slices(given, specials)))
 
 
 def _ids_prompt(given: list[int], body: CompletionBody, served: ServedModel) -> Prompt:

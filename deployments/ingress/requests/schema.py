@@ -4,11 +4,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, field_validator
 
+from configs.reading import is_encodable
 from configs.wire.sampling import LARGEST_TOP_K, MAX_ALLOWED_IDS, MAX_LOGIT_BIAS, Sampling, Stopping
 from deployments.ingress.adapter_names.merges import MergedAdapters
 from deployments.ingress.http.body_lists import Items, at_most
 from deployments.ingress.http.errors import invalid
-from deployments.ingress.http.unicode import Unicode, is_encodable
+from deployments.ingress.http.unicode import Unicode
 from deployments.ingress.requests.request_fields import refuse_others
 from deployments.ingress.structured.constraints import Constraint
 from deployments.ingress.structured.fields import Constrainable

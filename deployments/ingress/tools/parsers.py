@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from deployments.ingress.http.unicode import is_encodable
+from configs.reading import is_encodable
 from deployments.ingress.text.stops import begun_length
 from deployments.ingress.tools.arguments import (
     ArgumentsReader,

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from deployments.ingress.http.unicode import is_encodable
+from configs.reading import is_encodable
 
 _TRUE, _FALSE = ("true", "1"), ("false", "0")
 

@@ -36,3 +36,17 @@ def test_the_file_of_special_tokens_must_hold_an_object(tmp_path: Path) -> None:
         (tmp_path / "special_tokens_map.json").write_text(broken)
         with pytest.raises(ValueError, match=r"special_tokens_map|Expecting"):
             read_template(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"chat_template": "\ud800"},
+        {"chat_template": [{"name": "\ud800", "template": "x"}]},
+        {**CONFIG, "bos_token": "\ud800"},
+    ],
+)
+def test_what_is_no_unicode_is_refused(tmp_path: Path, config: dict[str, object]) -> None:
+    """Neither a request's prompt nor a message to another process can hold it."""
+    with pytest.raises(ValueError, match="Unicode"):
+        _tokens(tmp_path, config)

@@ -5,11 +5,12 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 import pytest
 
-from configs.wire.adapters import AdapterKey, FetchedAdapter
+from configs.wire.adapters import AdapterError, AdapterKey, AdapterRefusal, FetchedAdapter
 from configs.wire.plan import AdapterLoad, RequestJoin, StepPlan, StepRow
 from configs.wire.sampling import Sampling
 from deployments.rank.messages import (
@@ -147,6 +148,23 @@ def test_an_adapter_dropped_before_its_staging_is_not_read(driver: Driver) -> No
     assert isinstance(refused, StageFailed)
     assert "dropped before it was read" in refused.message
     assert set(driver.runner.staged) == set(OTHERS)
+
+
+@pytest.mark.parametrize(
+    "error", [AdapterError(AdapterRefusal.UNSUPPORTED, "\ud800"), OSError("\ud800")]
+)
+def test_a_refusal_that_quotes_what_is_no_unicode_is_answered(
+    driver: Driver, error: Exception
+) -> None:
+    # Of a field's name in adapter_config.json, say; unanswered, its requests would wait.
+    def stage(adapter: FetchedAdapter) -> NoReturn:
+        raise error
+
+    driver.runner.stage = stage  # type: ignore[method-assign]
+    driver.stage(KEY, 1)
+    refused = driver.staged()
+    assert isinstance(refused, StageFailed)
+    assert refused.message.endswith(r"\ud800")
 
 
 def test_no_staging_waits_for_a_rank_that_has_ended() -> None:

@@ -102,7 +102,9 @@ def test_inits_that_change_the_base_are_refused(init: object) -> None:
     assert ("path_initial_model" in error.message) == (init != "loftq")
 
 
-@pytest.mark.parametrize("value", [[1.0], [True], ["a"], "12", 5, [1] * 257])
+@pytest.mark.parametrize(
+    "value", [[1.0], [True], ["a"], "12", 5, [1] * 257, [2**63], [5, -(2**70)]]
+)
 def test_an_invocation_is_a_list_of_tokens(value: object) -> None:
     assert "alora_invocation_tokens" in refusal(alora_invocation_tokens=value).message
     plan = parse_config({**PLAIN, "alora_invocation_tokens": [5, 5]})

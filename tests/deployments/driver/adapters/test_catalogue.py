@@ -1,6 +1,7 @@
 """A catalogue is followed: what it offers is served within a look, with its pins and shares."""
 
 import json
+import os
 import shutil
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -102,6 +103,8 @@ def test_a_folders_adapters_come_change_and_go(root: Path) -> None:
         catalogue.adapter("sql", "1")
         catalogue.write(sql={"pinned": True, "share": {"max_concurrent": 3}})
         shutil.copytree(catalogue.folder / "sql", catalogue.folder / ".half")
+        # No request can spell this name, and no reply can list it.
+        shutil.copytree(catalogue.folder / "sql", catalogue.folder / os.fsdecode(b"\xff"))
         await catalogue.look()
         assert {"poet", "sql"} <= await catalogue.names()
         assert ".half" not in await catalogue.names()

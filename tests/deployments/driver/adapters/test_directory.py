@@ -1,6 +1,9 @@
 """The directory with a local hub: versions, one download, files in use, bounded memory."""
 
 import asyncio
+import os
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -210,3 +213,29 @@ def test_a_local_revision_is_listed_by_the_name_that_finds_it(tmp_path: Path) ->
         assert [row.id for row in await directory.listing()] == before == ["red@v1"]
 
     play(patient_config(tmp_path, local_roots=[str(tmp_path / "roots")]), story)
+
+
+def _time_of_centuries(root: Path) -> None:
+    # Only file systems in memory keep such a time.
+    os.utime(root / "red" / "adapter_model.safetensors", ns=(0, 2**62 * 10**9))
+
+
+def _path_that_is_no_text(root: Path) -> None:
+    real = root / os.fsdecode(b"\xff")
+    (root / "red").rename(real)
+    (root / "red").symlink_to(real)
+
+
+@pytest.mark.parametrize("spoil", [_path_that_is_no_text, _time_of_centuries])
+def test_what_no_message_holds_is_refused(spoil: Callable[[Path], None]) -> None:
+    """The loop would end as it sends the adapter to the ranks, and all requests with it."""
+
+    async def story(directory: AdapterDirectory) -> None:
+        red = AdapterReference(AdapterSource.LOCAL, "red")
+        assert await refusal(directory, red) is AdapterRefusal.UNSUPPORTED
+
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        root = Path(folder)
+        write_files(root / "red", adapter_files())
+        spoil(root)
+        play(patient_config(root, local_roots=[folder]), story)

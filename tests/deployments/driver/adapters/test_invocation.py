@@ -21,6 +21,10 @@ from deployments.driver.adapters.invocation import invocation_of
         ("56", ()),
         ({"a": 1}, ()),
         ([1] * 257, ()),
+        ([-1, 2**63 - 1], (-1, 2**63 - 1)),
+        # No message holds them: the loop, which tells the ranks, would end.
+        ([2**63], ()),
+        ([2**70], ()),
     ],
 )
 def test_the_tokens_or_nothing(tmp_path: Path, value: object, expected: tuple[int, ...]) -> None:

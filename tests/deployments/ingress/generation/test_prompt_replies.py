@@ -1,15 +1,18 @@
 """Logprobs of prompts in replies, in each dialect."""
 
+import asyncio
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from tokenizers.processors import TemplateProcessing
 
+from deployments.ingress.generation.prompt_replies import starts_of
 from deployments.ingress.text.tokenizer import ModelTokenizer
 from tests.deployments.ingress.conftest import Server, spoken
 from tests.deployments.ingress.openai.openai_http import CHAT, COMPLETIONS, HELLO, post, refused
-from tests.fakes import FakeDriver, token_logprobs
+from tests.fakes import BOS, EOS, FakeDriver, byte_level_tokenizer, token_id, token_logprobs
 
 PROMPTS = ["the fox jumps", "café 東京 🦊"]
 
@@ -77,6 +80,18 @@ def test_echo_with_logprobs(
         for token, offset in zip(reported["tokens"], offsets, strict=True):
             if not token.startswith("bytes:") and token != "<s>":
                 assert choice["text"].startswith(token, offset), (token, offset)
+
+
+def test_an_end_token_of_the_tokenizer_begins_where_the_prompt_ends() -> None:
+    tokenizer = byte_level_tokenizer()
+    known = [(name, token_id(tokenizer, name)) for name in (BOS, EOS)]
+    template = TemplateProcessing(single=f"{BOS} $A {EOS} {EOS}", special_tokens=known)
+    tokenizer.post_processor = template
+    for prompt in PROMPTS:
+        starts = starts_of(asyncio.run(ModelTokenizer(tokenizer).slices(prompt)))
+        assert starts[0] == 0
+        assert starts[-2:] == [len(prompt)] * 2
+        assert starts == sorted(starts)
 
 
 def test_echo_alone_needs_no_prompt_logprobs(http: httpx.Client, driver: FakeDriver) -> None:

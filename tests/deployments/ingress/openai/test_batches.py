@@ -15,7 +15,7 @@ from configs.api import ApiConfig, KeyConfig
 from configs.batches import BatchesConfig
 from deployments.batch_runner.requests import sender
 from deployments.batch_runner.runner import BatchRunner
-from deployments.ingress.batches.store import BatchStore
+from deployments.ingress.batches.store import BatchStore, owner_of
 from deployments.ingress.generation.engine import IngressSettings
 from tests.deployments.batch_runner.world import CHAT, PATIENCE_S, in_a_hurry, line
 from tests.deployments.ingress.conftest import Server
@@ -160,6 +160,14 @@ def test_wrong_fields_are_refused_by_name(client: openai.OpenAI) -> None:
             file=("in.jsonl", LINES), purpose="batch",
             expires_after={"anchor": "created_at", "seconds": 1},
         )  # fmt: skip
+
+
+def test_a_storage_that_fails_answers_503(client: openai.OpenAI, tmp_path: Path) -> None:
+    (tmp_path / owner_of("one")).write_bytes(b"")  # No folder can be made here, as on a full disk.
+    with pytest.raises(openai.InternalServerError, match="storage of files") as refused:
+        client.files.create(file=("in.jsonl", LINES), purpose="batch")
+    assert refused.value.status_code == 503
+    assert int(refused.value.response.headers["retry-after"]) > 0
 
 
 def test_without_a_storage_both_are_off(server: Server) -> None:
