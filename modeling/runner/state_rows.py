@@ -40,7 +40,7 @@ def state_rows(
 
 
 class _Part(NamedTuple):
-    """Rows whose tokens first .. last - 1 are computed together.
+    """Rows of which the tokens first .. last - 1 are computed together.
 
     begins: whether they have no state yet. kept: as `StateRows` has it.
     """
@@ -55,7 +55,7 @@ class _Part(NamedTuple):
 def _together(layout: StepLayout) -> Iterator[_Part]:
     """Neighbouring rows of one token that all have a state, or none; each other row by itself.
 
-    A row whose states are kept is cut there.
+    A row is cut where its states are kept.
     """
     bounds, starts = layout.bounds.tolist(), layout.row_starts.tolist()
     keeps = layout.row_keeps or tuple(repeat((), len(starts)))

@@ -28,7 +28,7 @@ FREED = -1
 class CachedPrefix(NamedTuple):
     """What a request need not compute: so many tokens, in blocks of each KV group.
 
-    known: the tokens whose blocks are known; more than `tokens` where no states are kept behind
+    known: the tokens of which blocks are known; more than `tokens` where no states are kept behind
     them. state: the number of those behind `tokens`; -1 without any.
     """
 
