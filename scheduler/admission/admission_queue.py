@@ -315,4 +315,6 @@ class AdmissionQueue:
         if readiness is AdapterReadiness.CAN_LOAD and step.may_load:
             self._residency.load(key, step)
             readiness = AdapterReadiness.LOADING
-        self._enter(key, _STATE[readiness])
+        # Room may be reserved for an adapter of which all requests wait for a matcher now.
+        if key in self.queues:
+            self._enter(key, _STATE[readiness])
