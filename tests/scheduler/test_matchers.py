@@ -1,5 +1,7 @@
 """Matchers: no request waits for another's; at its limits one continues alone, or ends."""
 
+from dataclasses import replace as with_fields
+
 from msgspec.structs import replace
 
 from configs.wire.plan import StepPlan, StepResult
@@ -8,7 +10,9 @@ from scheduler.admission.limits import Limits
 from scheduler.events import ConstraintFailure, Ended, NewTokens, RequestEvent
 from scheduler.request import Request
 from scheduler.scheduler import Scheduler
-from tests.scheduler.small import capacity
+from tests.scheduler.small import arrive, capacity, story
+from tests.scheduler.stage import play
+from tests.strategies import Cancel
 
 
 def scheduler(max_matchers: int = 64) -> Scheduler:
@@ -128,3 +132,23 @@ def test_the_ranks_hold_no_more_than_they_may() -> None:
     assert joined(step(all)[0]) == [(first.number, "a")]
     [second] = all.matchers_to_prepare()
     assert second.released == [first.number]
+
+
+def test_room_is_made_for_an_adapter_of_which_all_requests_wait_for_a_matcher() -> None:
+    """The adapter is in no queue then: the only request that was in one has been cancelled."""
+    ranks = capacity(num_blocks=10, block_size=1, adapter_slots=1)
+    limits = Limits(1, None, 1, prefix_caching=False, steps_ahead=1, quantum_tokens=1)
+    limits = with_fields(limits, patience_steps=0, slice_steps=4, max_matchers=1)
+    first = arrive(1, 0, adapter=1)
+    plot = story(
+        first,
+        Cancel(0),
+        with_fields(first, pooled=True),
+        with_fields(first, constraint="a", background=True),
+        arrive(2, 4, adapter=2),
+        with_fields(first, constraint="b"),
+        ranks=ranks,
+        limits=limits,
+        pages=0,
+    )
+    play(with_fields(plot, making=4, wear=1, meanwhile={8: Cancel(4)}))
