@@ -220,7 +220,7 @@ class Capacity(msgspec.Struct, frozen=True):
     kept_states: how many copies of a sequence's states the ranks keep; None: the model has none, so
     that its sequences can share blocks without.
     kept_after: tokens behind kept states, at least, after which a request's own are worth a copy.
-    It cuts a prompt's row in two, which on a GPU takes about as long as half as many tokens.
+    It cuts a prompt's row in two, one call more of each recurrent layer; a guess, not measured.
     """
 
     num_blocks: int

@@ -1,7 +1,6 @@
 """Which rows of a step recurrent layers compute together."""
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import repeat
 from typing import NamedTuple
 
 from torch import Tensor
@@ -58,7 +57,7 @@ def _together(layout: StepLayout) -> Iterator[_Part]:
     A row is cut where its states are kept.
     """
     bounds, starts = layout.bounds.tolist(), layout.row_starts.tolist()
-    keeps = layout.row_keeps or tuple(repeat((), len(starts)))
+    keeps = layout.row_keeps or ((),) * len(starts)
     first = 0
     for row in range(1, len(starts) + 1):
         if row < len(starts):
