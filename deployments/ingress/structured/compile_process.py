@@ -69,6 +69,9 @@ class CompileResult(msgspec.Struct, frozen=True, array_like=True):
 
 def serve(folder: str, vocab_size: str, cpu_seconds: str) -> None:
     """Check tasks from stdin until it ends."""
+    # In each fork this import would take ten times as long as most checks.
+    import numpy as np  # noqa: F401
+
     seconds = float(cpu_seconds)
     try:
         tokenizer = tokenizer_of(Path(folder), int(vocab_size))
