@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import peft
 
-from modeling.adapters.peft_config import HARMLESS_INITS, IGNORED, REFUSED, SERVED
+from modeling.adapters.peft.config import HARMLESS_INITS, IGNORED, REFUSED, SERVED
 from tests.modeling.kinds import KINDS, MODELS
 from tests.modeling.parity import WHOLE, Comparison, Setting
 from tests.oracle import MIN_MARGIN, MIN_SHIFT, NUM_TOKENS, TOLERANCE
@@ -145,7 +145,7 @@ Nothing of transformers or PEFT is replaced. What is set, or added to them, is t
 
 PEFT_READING = """\
 Every field of `peft.LoraConfig` is decided in
-[peft_config.py](../modeling/adapters/peft_config.py): an adapter is served exactly or not at all.
+[peft/config.py](../modeling/adapters/peft/config.py): an adapter is served exactly or not at all.
 A field that the table lacks is ignored, as PEFT ignores it, unless a newer PEFT wrote the file:
 then it is refused when it is set. [adapters.md](adapters.md) has the kinds of adapters, other
 tuners, and fields of other tools.
@@ -307,7 +307,7 @@ def oracle_table() -> str:
 
 
 def undecided_fields() -> list[str]:
-    """The fields of peft.LoraConfig that modeling/adapters/peft_config.py does not know."""
+    """The fields of peft.LoraConfig that modeling/adapters/peft/config.py does not know."""
     return [name for name in _fields() if name not in {*SERVED, *IGNORED, *REFUSED}]
 
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from modeling.adapters.host_pages import PAGE_ROWS, HostMatrix, HostPage
 from modeling.adapters.merge import OpenAdapter
-from modeling.adapters.peft_adapter import PeftAdapter, reading
-from modeling.adapters.peft_tensors import have_finite_sums
+from modeling.adapters.peft.adapter import PeftAdapter, reading
+from modeling.adapters.peft.tensors import have_finite_sums
 from modeling.adapters.projection import Projection, ProjectionKind
 from sharding.tensor_file import STORED_TYPES
 

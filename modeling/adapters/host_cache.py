@@ -32,7 +32,8 @@ from modeling.adapters.file_factors import FileB, find_in_file
 from modeling.adapters.host_pages import PAGE_ROWS, HostMatrix, HostPage, write_row
 from modeling.adapters.merge import OpenAdapter, open_fetched
 from modeling.adapters.output_rows import OutputRows, added_bias, output_rows, page_counts
-from modeling.adapters.peft_adapter import PART_BYTES
+from modeling.adapters.peft.adapter import PART_BYTES
+from modeling.adapters.peft.recipes import Recipes
 from modeling.adapters.pinned_pool import PinnedPool
 from modeling.adapters.pool_sizes import chunk_size
 from modeling.adapters.projection import (
@@ -43,7 +44,6 @@ from modeling.adapters.projection import (
     ProjectionKind,
     select_columns,
 )
-from modeling.adapters.recipes import Recipes
 from modeling.adapters.row_norms import RowNorms, SummedRows
 from modeling.adapters.stacks import LoraStack
 from modeling.transfer import DeviceEvent

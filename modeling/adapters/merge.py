@@ -35,13 +35,13 @@ from configs.wire.adapters import AdapterError, FetchedAdapter
 from configs.wire.merging import MergeRule, MergeStrategy, SignMethod
 from modeling.adapters.expert_pages import ExpertPages
 from modeling.adapters.faults import refuse
-from modeling.adapters.peft import open_adapter
-from modeling.adapters.peft_adapter import PeftAdapter, reading
-from modeling.adapters.peft_ends import Matrix
-from modeling.adapters.peft_joined import JoinedPlan
-from modeling.adapters.peft_tensors import check_finite
+from modeling.adapters.peft.adapter import PeftAdapter, reading
+from modeling.adapters.peft.ends import Matrix
+from modeling.adapters.peft.joined import JoinedPlan
+from modeling.adapters.peft.reading import open_adapter
+from modeling.adapters.peft.recipes import Recipes
+from modeling.adapters.peft.tensors import check_finite
 from modeling.adapters.projection import BaseRows, ModulePosition, Projection
-from modeling.adapters.recipes import Recipes
 from modeling.adapters.stacks import LoraModule, LoraStack
 from sharding.extents import Scratch
 

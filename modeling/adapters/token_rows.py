@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from modeling.adapters.bank import AdapterBank, DeviceAdapter
-from modeling.adapters.peft_tokens import ids_of
+from modeling.adapters.peft.tokens import ids_of
 from modeling.adapters.product import TokenGroup
 from modeling.transfer import to_device
 

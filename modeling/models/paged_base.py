@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from configs.architectures.base import ModelArchitecture
 from modeling.adapters.norms import NormModule, is_norm
-from modeling.adapters.peft_tokens import token_projections
+from modeling.adapters.peft.tokens import token_projections
 from modeling.adapters.product import AdapterData
 from modeling.adapters.projection import BaseRows, Projection
 from modeling.adapters.vocabulary import (

@@ -1,6 +1,6 @@
 """Every reason why an adapter's folder would not be served, found without a server.
 
-It runs the reader that serves adapters (`peft.py`), so that both always agree.
+It runs the reader that serves adapters (`peft/reading.py`), so that both always agree.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,14 +21,14 @@ from configs.architectures.select import load_architecture, padded_reason
 from configs.engine import Device, EngineConfig
 from configs.reading import DamagedFile
 from configs.wire.adapters import AdapterError
-from modeling.adapters.config_file import read_config
 from modeling.adapters.host_pages import PAGE_ROWS
 from modeling.adapters.output_rows import output_rows, page_counts
-from modeling.adapters.peft import FACTOR, open_adapter
-from modeling.adapters.peft_adapter import PeftAdapter
-from modeling.adapters.peft_kinds import kind_name
-from modeling.adapters.peft_names import WEIGHTS_NAME
-from modeling.adapters.peft_tokens import ROWS_SUFFIX
+from modeling.adapters.peft.adapter import PeftAdapter
+from modeling.adapters.peft.config_file import read_config
+from modeling.adapters.peft.kinds import kind_name
+from modeling.adapters.peft.names import WEIGHTS_NAME
+from modeling.adapters.peft.reading import FACTOR, open_adapter
+from modeling.adapters.peft.tokens import ROWS_SUFFIX
 from modeling.adapters.projection import (
     ROUTED_KINDS,
     WHOLE_KINDS,

@@ -10,7 +10,7 @@ from configs.wire.plan import RequestJoin
 from configs.wire.sampling import Sampling
 from modeling.adapters.bank import AdapterBank, page_bytes
 from modeling.adapters.kernels.select import select_kernel
-from modeling.adapters.peft_score import score_projection
+from modeling.adapters.peft.score import score_projection
 from modeling.adapters.projection import Projection
 from modeling.adapters.score import ScoreHeads
 from modeling.models.causal_lm import CausalLM

@@ -16,8 +16,8 @@ from configs.engine import CacheDType, CudaGraphs, Device, EngineConfig, Specula
 from configs.model import DType, LoadFormat
 from modeling.adapters.linear import biased_projections
 from modeling.adapters.norms import norm_projection
-from modeling.adapters.peft_heads import heads_projection
-from modeling.adapters.peft_score import score_projection
+from modeling.adapters.peft.heads import heads_projection
+from modeling.adapters.peft.score import score_projection
 from modeling.adapters.projection import ROUTED_KINDS, Projection, ProjectionKind
 from modeling.adapters.whole_linears import whole_projections
 from modeling.attention.kv_cache import FP8, CacheScales

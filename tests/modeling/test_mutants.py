@@ -8,7 +8,7 @@ from configs.wire.plan import RequestJoin
 from modeling.adapters import host_cache as copies
 from modeling.adapters.bank import AdapterBank, DeviceAdapter, select_columns
 from modeling.adapters.linear import AdapterRowLinear
-from modeling.adapters.peft_config import LoraPlan
+from modeling.adapters.peft.config import LoraPlan
 from modeling.adapters.product import AdapterData
 from modeling.runner.input_batch import InputBatch
 from modeling.sampling.sampler import SampledStep, sample_tokens

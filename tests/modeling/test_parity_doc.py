@@ -2,7 +2,7 @@ import ast
 import re
 from pathlib import Path
 
-from modeling.adapters.peft_config import HARMLESS_INITS
+from modeling.adapters.peft.config import HARMLESS_INITS
 from tests.modeling.parity import BASE, WHOLE, Comparison, Setting
 from tests.parity_page import (
     Fault,

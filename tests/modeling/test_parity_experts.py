@@ -12,11 +12,11 @@ from torch import Tensor
 
 from configs.architectures.base import ArchitectureError
 from modeling.adapters import experts as products
-from modeling.adapters import peft_experts
 from modeling.adapters.device_adapter import ExpertStacks
 from modeling.adapters.experts import RoutedAdapter
-from modeling.adapters.peft_experts import ExpertParameter
-from modeling.adapters.peft_shared_experts import SharedFactors
+from modeling.adapters.peft import experts as peft_experts
+from modeling.adapters.peft.experts import ExpertParameter
+from modeling.adapters.peft.shared_experts import SharedFactors
 from modeling.models.generic import experts, reading, routed_projections
 from modeling.models.generic.cuts import CutPlan
 from modeling.models.generic.experts import RoutedLayers

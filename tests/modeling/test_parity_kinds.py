@@ -8,9 +8,9 @@ import pytest
 import transformers
 
 from configs.wire.adapters import AdapterError
-from modeling.adapters import peft_tokens
-from modeling.adapters.factor_names import FactorNames, factor_names
-from modeling.adapters.peft import open_adapter
+from modeling.adapters.peft import tokens as peft_tokens
+from modeling.adapters.peft.factor_names import FactorNames, factor_names
+from modeling.adapters.peft.reading import open_adapter
 from modeling.adapters.token_rows import TokenRows
 from modeling.runner.adapter_check import adaptable
 from tests.checkpoints import AdapterRecipe, load_oracle, write_adapter
@@ -105,7 +105,7 @@ def test_a_transposed_weight_that_is_taken_as_it_lies(
         return FactorNames(found.b, found.a) if "attn.c_proj" in found.a else found
 
     compare(world, Setting("gpt2_parameters", "plain", 1, ["some"]))
-    monkeypatch.setattr("modeling.adapters.peft_adapter.factor_names", straight)
+    monkeypatch.setattr("modeling.adapters.peft.adapter.factor_names", straight)
     expect_mismatch(world, Setting("gpt2_parameters", "plain", 1, ["some"]))
 
 

@@ -15,7 +15,7 @@ from configs.wire.adapters import FetchedAdapter
 from configs.wire.merging import MergeRule, MergeStrategy, SignMethod
 from configs.wire.sampling import Sampling
 from modeling.adapters import merge
-from modeling.adapters.peft_config import LoraPlan
+from modeling.adapters.peft.config import LoraPlan
 from modeling.runner.load_paged import load_paged
 from sharding.group import TensorParallel
 from tests.modeling.merges import fetched, write_merged, write_padded, write_part

@@ -16,7 +16,7 @@ from modeling.adapters.kernels.triton_forms import Blocks
 from modeling.adapters.kernels.triton_gated import GATED_CONSTANTS, gated_arguments
 from modeling.adapters.kernels.triton_groups import MAX_TARGETS, LaunchGroup, split_columns
 from modeling.adapters.kernels.triton_product import product_form
-from modeling.adapters.peft_tokens import DIGIT, NUM_DIGITS
+from modeling.adapters.peft.tokens import DIGIT, NUM_DIGITS
 from modeling.adapters.product import OutputSlice
 from modeling.triton_launch import aligned, launch_options
 from modeling.triton_pairs import PairDeltas

@@ -3,7 +3,7 @@
     embedding:  y[token(p), o] = R[row(p, r), o]    where id(token(p)) = id(r)
     head:       z[token(p), id(r)] = s[p, r]        s = R x, which the shrink has left
 
-A row's id lies in Bt, in digits (peft_tokens.py). Tiles, records and pools are those of the shrink
+A row's id lies in Bt, in digits (peft/tokens.py). Tiles, records and pools are those of the shrink
 (triton_shrink.py). No kernel here starts before the one ahead of it has ended.
 """
 

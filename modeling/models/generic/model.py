@@ -20,7 +20,7 @@ from configs.architectures.base import ArchitectureError
 from configs.architectures.generic import GenericArchitecture
 from modeling.adapters.experts import has_aligned_sides
 from modeling.adapters.norms import NormModule
-from modeling.adapters.peft_tokens import token_projections
+from modeling.adapters.peft.tokens import token_projections
 from modeling.adapters.product import AdapterData
 from modeling.adapters.projection import BaseRows, Projection
 from modeling.adapters.vocabulary import EndNames, vocabulary_projections

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from modeling.adapters.faults import Faults
-from modeling.adapters.peft_config import LoraPlan, check_config, check_fields
+from modeling.adapters.peft.config import LoraPlan, check_config, check_fields
 from modeling.adapters.projection import Projection
 
 UP = Projection("up", "model.layers.{layer}.up", 6, 10, ((0, 6),), ((0, 10),), 3)

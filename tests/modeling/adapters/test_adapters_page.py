@@ -11,8 +11,8 @@ import pytest
 from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 
 from configs.wire.adapters import AdapterError
-from modeling.adapters.peft_config import HARMLESS_INITS, IGNORED, REFUSED
-from modeling.adapters.peft_kinds import (
+from modeling.adapters.peft.config import HARMLESS_INITS, IGNORED, REFUSED
+from modeling.adapters.peft.kinds import (
     CONVERTIBLE,
     MERGE,
     PROMPTS,

@@ -15,7 +15,7 @@ from configs.wire.adapters import (
     FetchedAdapter,
 )
 from modeling.adapters.bank import AdapterBank, BankSize, page_bytes, select_columns
-from modeling.adapters.peft_adapter import PeftAdapter
+from modeling.adapters.peft.adapter import PeftAdapter
 from modeling.adapters.projection import Projection
 from modeling.adapters.stacks import LoraStack
 from tests.modeling.adapters.lora_files import DOWN, UP, factors, write_lora

@@ -13,10 +13,9 @@ from configs.wire.adapters import AdapterError, AdapterKey, AdapterRefusal
 from modeling.adapters import expert_loads
 from modeling.adapters.bank import PAGE_ROWS, AdapterBank, BankSize
 from modeling.adapters.expert_pages import runs
-from modeling.adapters.peft import open_adapter
+from modeling.adapters.peft.reading import open_adapter
 from tests.modeling.adapters.lora_files import write_lora
-from tests.modeling.adapters.test_bank import assert_equal, fetched, make_bank
-from tests.modeling.adapters.test_peft_experts import (
+from tests.modeling.adapters.peft.test_experts import (
     COUNT,
     EXPERTS,
     HIDDEN,
@@ -24,6 +23,7 @@ from tests.modeling.adapters.test_peft_experts import (
     MAPS,
     NUMBERS,
 )
+from tests.modeling.adapters.test_bank import assert_equal, fetched, make_bank
 
 SIZE = BankSize(pages=2, slots=2, max_rank=16, host_bytes=2**17, expert_pages=4)
 SIDES = {"gate_proj": (HIDDEN, INNER), "up_proj": (HIDDEN, INNER), "down_proj": (INNER, HIDDEN)}

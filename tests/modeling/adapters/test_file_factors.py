@@ -15,8 +15,8 @@ from modeling.adapters import file_factors
 from modeling.adapters.bank import AdapterBank, BankSize
 from modeling.adapters.file_factors import find_in_file
 from modeling.adapters.merge import open_fetched
+from modeling.adapters.peft.recipes import Recipes
 from modeling.adapters.projection import Projection
-from modeling.adapters.recipes import Recipes
 from sharding import extents
 from tests.modeling.adapters.lora_files import DOWN, UP, factors, write_lora
 

@@ -11,9 +11,9 @@ import torch
 
 from configs.wire.adapters import AdapterError, AdapterKey, AdapterRefusal, FetchedAdapter
 from modeling.adapters import host_cache as copies
-from modeling.adapters import peft_adapter
 from modeling.adapters.host_cache import HostAdapterCache, HostCacheSize
 from modeling.adapters.merge import OpenAdapter, open_fetched
+from modeling.adapters.peft import adapter as peft_adapter
 from sharding import tensor_file
 from sources.files import fingerprint
 from tests.modeling.adapters.lora_files import DOWN, UP, factors, write_lora

@@ -16,12 +16,12 @@ from configs.wire.merging import MergeRule, MergeStrategy, SignMethod
 from modeling.adapters import merge
 from modeling.adapters.host_cache import HostAdapterCache, HostCacheSize
 from modeling.adapters.merge import combine, open_fetched, prune
-from modeling.adapters.peft import open_adapter
+from modeling.adapters.peft.reading import open_adapter
 from modeling.adapters.projection import ModulePosition
 from modeling.adapters.stacks import LoraModule
 from sources.files import fingerprint
 from tests.modeling.adapters.lora_files import DOWN, UP, factors, write_lora
-from tests.modeling.adapters.test_peft_ends import HEAD, ROWS, ends
+from tests.modeling.adapters.peft.test_ends import HEAD, ROWS, ends
 from tests.modeling.merges import fetched
 
 PROJECTIONS = (UP, DOWN)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from modeling.adapters.kernels.triton_forms import Blocks, Form
-from modeling.adapters.peft_tokens import NUM_DIGITS, digits_of
+from modeling.adapters.peft.tokens import NUM_DIGITS, digits_of
 from modeling.adapters.product import EndAdapters, OutputSlice, TokenAdapters
 from modeling.adapters.projection import ProjectionKind
 from modeling.quantisation.activations import by_token, rounded_by_token

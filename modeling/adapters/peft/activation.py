@@ -1,0 +1,48 @@
+"""Activated LoRA (arXiv:2504.12397): adapters that change the model from a position on."""
+
+from collections.abc import Iterable, Sequence
+
+from modeling.adapters.faults import refuse
+from modeling.adapters.peft.config import LoraPlan
+from modeling.adapters.projection import (
+    ModulePosition,
+    Projection,
+    ProjectionKind,
+    in_foreign_code,
+)
+
+GENERATES = "CAUSAL_LM"
+"""PEFT's task_type of adapters that are loaded as PeftModelForCausalLM."""
+
+
+def check_activation(
+    plan: LoraPlan,
+    projections: Sequence[Projection],
+    adapted: Iterable[ModulePosition],
+    has_whole_modules: bool,
+) -> None:
+    """Refuse an activated adapter where it is not served, and for modules that PEFT refuses.
+
+    adapted: the modules that have factors. has_whole_modules: whether the adapter
+    brings a whole embedding, head or classification head.
+    """
+    if not plan.invocation:
+        return
+    if in_foreign_code(projections):
+        refuse(
+            "alora_invocation_tokens: activated LoRA is not served over this model, which runs in "
+            "transformers' own code; retrain it as plain LoRA"
+        )
+    kinds = {projections[at.projection].kind for at in adapted}
+    if kinds - {ProjectionKind.LINEAR} or has_whole_modules:
+        refuse(
+            "alora_invocation_tokens: an activated adapter changes linear modules inside the "
+            "layers alone, as in PEFT; retrain it without embedding and heads"
+        )
+    if plan.task != GENERATES:
+        # Of PEFT's classes PeftModelForCausalLM alone looks for the invocation (peft_model.py).
+        refuse(
+            f"alora_invocation_tokens with task_type {plan.task}: PEFT's PeftModel.from_pretrained "
+            f"never activates such an adapter; set task_type to {GENERATES} in "
+            "adapter_config.json if it was trained so"
+        )
