@@ -2,7 +2,7 @@
 
 Our Triton kernels beside FlashInfer's, for rows of one length: decode steps as one CUDA graph over
 several layers, prefill launched. Bytes are those of keys and values, each once. `--tune` tries
-sizes for modeling/attention/triton_forms.py.
+sizes for modeling/attention/triton/forms.py.
 """
 
 import argparse
@@ -19,8 +19,8 @@ import triton
 from benchmarks.kernels import graph_ms
 from modeling.attention.base import AttentionBackend, AttentionSpec
 from modeling.attention.kv_cache import FP8, UNSCALED, CacheSpec, LayerCache, allocate
-from modeling.attention.triton import TritonAttention
-from modeling.attention.triton_forms import DecodeForm, PrefillForm
+from modeling.attention.triton.backend import TritonAttention
+from modeling.attention.triton.forms import DecodeForm, PrefillForm
 
 DECODE_ROWS = (1, 8, 64, 256)
 PREFILLS = ((8, 512, 512), (1, 4096, 4096), (8, 64, 2048))

@@ -3,7 +3,7 @@
 Llama-3-8B's seven projections of 32 layers run in one CUDA graph, with adapters of random weights
 and of one rank, or of several ranks in rotation. Bytes are those of A and B, once for each adapter;
 they are compared with the bytes that a copy on the same device reads and writes. `--tune` tries
-block sizes for modeling/adapters/kernels/triton_forms.py.
+block sizes for modeling/adapters/kernels/forms.py.
 """
 
 import argparse
@@ -18,8 +18,8 @@ import triton
 from torch import Tensor
 
 from modeling.adapters.bank import PAGE_ROWS, AdapterBank, BankSize
-from modeling.adapters.kernels.triton_forms import Blocks, Form, forms_of
-from modeling.adapters.kernels.triton_plan import TritonPlan
+from modeling.adapters.kernels.forms import Blocks, Form, forms_of
+from modeling.adapters.kernels.plan import TritonPlan
 from modeling.adapters.product import OutputSlice
 from modeling.adapters.projection import Projection
 from sharding.linear_weight import DenseWeight

@@ -141,18 +141,18 @@ def measure(arguments: argparse.Namespace) -> None:
 
 def library(weight: IntegerWeight, x: Tensor) -> Tensor:
     """Make numbers and multiply them."""
-    from modeling.quantisation import triton_integers
+    from modeling.quantisation.kernels import integers
 
     operands = weight.operands(x)
     assert operands.groups is not None
     numbers = x.new_empty(weight.shape)
-    triton_integers.dequantise(operands.weight, operands.groups, numbers)
+    integers.dequantise(operands.weight, operands.groups, numbers)
     return F.linear(operands.x, numbers)
 
 
 def tiled(cut: str, weight: IntegerWeight, x: Tensor) -> Tensor:
     """Multiply codes as a cut for so many rows says."""
-    from modeling.quantisation.triton_tiled_integers import TiledCut, tiled_product
+    from modeling.quantisation.kernels.tiled_integers import TiledCut, tiled_product
 
     own = TiledCut(len(x), *map(int, cut.split(",")))
     return tiled_product(weight.operands(x), None, x.new_empty(len(x), weight.shape[0]), own)

@@ -36,19 +36,19 @@ def _bytes(*shape: int) -> Tensor:
 
 def bfloat16(count: int, up: tuple[int, int], down: tuple[int, int]) -> Layer:
     """Make a layer of numbers as they are."""
-    from modeling.layers import triton_experts
+    from modeling.layers.kernels import experts
 
     up_own, down_own = (
         torch.randn(count, *shape, device="cuda", dtype=torch.bfloat16) / shape[1] ** 0.5
         for shape in (up, down)
     )
     counts = torch.zeros(count, dtype=torch.int32, device="cuda")
-    return lambda x, ids, shares: triton_experts.experts(x, up_own, down_own, ids, shares, counts)
+    return lambda x, ids, shares: experts.experts(x, up_own, down_own, ids, shares, counts)
 
 
 def mxfp4(count: int, outputs: int, inputs: int) -> Any:
     """Make weights as gpt-oss has them."""
-    from modeling.layers.triton_stored_experts import StoredWeight
+    from modeling.layers.kernels.stored_experts import StoredWeight
 
     chunks = -(-inputs // 128)
     codes = _bytes(count, chunks, outputs, 64).view(torch.int16)
@@ -58,7 +58,7 @@ def mxfp4(count: int, outputs: int, inputs: int) -> Any:
 
 def fp8_blocks(count: int, outputs: int, inputs: int) -> Any:
     """Make weights as Qwen and DeepSeek publish them."""
-    from modeling.layers.triton_stored_experts import StoredWeight
+    from modeling.layers.kernels.stored_experts import StoredWeight
 
     codes = torch.randn(count, outputs, inputs, device="cuda").to(torch.float8_e4m3fn)
     scales = torch.rand(count, outputs // 128, inputs // 128, device="cuda") / inputs**0.5
@@ -67,7 +67,7 @@ def fp8_blocks(count: int, outputs: int, inputs: int) -> Any:
 
 def integers(group: int, zeros: bool, count: int, outputs: int, inputs: int) -> Any:
     """Make weights as GPTQ and AWQ have them."""
-    from modeling.layers.triton_stored_experts import StoredWeight
+    from modeling.layers.kernels.stored_experts import StoredWeight
 
     codes = _bytes(count, -(-inputs // 128), outputs, 64).view(torch.int16)
     scales = torch.rand(count, -(-inputs // group), outputs, device="cuda") / (5 * inputs**0.5)
@@ -77,7 +77,7 @@ def integers(group: int, zeros: bool, count: int, outputs: int, inputs: int) -> 
 
 
 def _stored(make: Callable[[int, int, int], Any], *sizes: Any) -> Layer:
-    from modeling.layers.triton_stored_experts import Gate, stored_experts
+    from modeling.layers.kernels.stored_experts import Gate, stored_experts
 
     count, *shapes = sizes
     up, down = (make(count, *shape) for shape in shapes)
@@ -164,16 +164,16 @@ def _off(found: Tensor, own: Tensor) -> float:
 @contextmanager
 def _cut_so(cut: str) -> Iterator[None]:
     """Cut integers so meanwhile; own: as steps do."""
-    from modeling.layers import triton_stored_experts
+    from modeling.layers.kernels import stored_experts
 
-    own = triton_stored_experts.INTEGER_CUTS
+    own = stored_experts.INTEGER_CUTS
     if cut != "own":
-        one = triton_stored_experts.StoredCut(2**31, *map(int, cut.split(",")))
-        triton_stored_experts.INTEGER_CUTS = (one,)
+        one = stored_experts.StoredCut(2**31, *map(int, cut.split(",")))
+        stored_experts.INTEGER_CUTS = (one,)
     try:
         yield
     finally:
-        triton_stored_experts.INTEGER_CUTS = own
+        stored_experts.INTEGER_CUTS = own
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

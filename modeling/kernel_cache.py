@@ -4,7 +4,7 @@
     flashinfer/VERSION/ARCH/cached_ops/...  FlashInfer's libraries
     kernels.json                            what they were compiled for and with
 
-`loray warm` fills it; ranks read it (`modeling/triton_cache.py`) and never write to it. What it
+`loray warm` fills it; ranks read it (`modeling/kernels/cache.py`) and never write to it. What it
 lacks they compile into the caches of their user.
 """
 

@@ -20,7 +20,7 @@ def _flash_attn() -> type[AttentionBackend]:
 
 
 def _triton() -> type[AttentionBackend]:
-    from modeling.attention.triton import TritonAttention
+    from modeling.attention.triton.backend import TritonAttention
 
     return TritonAttention
 

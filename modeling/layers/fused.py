@@ -68,14 +68,14 @@ def fused_ops(device: torch.device) -> FusedOps | None:
 def _triton_ops() -> FusedOps | None:
     try:
         # Here, not above: Triton comes with CUDA builds of torch only.
-        from modeling.layers import triton, triton_rows
+        from modeling.layers.kernels import operations, rows
     except ImportError:
         return None
     return FusedOps(
-        add_rms_norm=triton_rows.add_rms_norm,
-        silu_mul=triton_rows.silu_mul,
-        gelu_tanh_mul=triton_rows.gelu_tanh_mul,
-        rotate_and_store=triton.rotate_and_store,
-        angles=triton.angles,
-        best=triton.best,
+        add_rms_norm=rows.add_rms_norm,
+        silu_mul=rows.silu_mul,
+        gelu_tanh_mul=rows.gelu_tanh_mul,
+        rotate_and_store=operations.rotate_and_store,
+        angles=operations.angles,
+        best=operations.best,
     )

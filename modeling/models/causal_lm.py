@@ -21,7 +21,7 @@ from configs.wire.plan import RequestJoin
 from configs.wire.sampling import Sampling
 from modeling.adapters.projection import BaseRows, Projection
 from modeling.models.cache_name import cache_name
-from modeling.models.causal_lm_adapters import (
+from modeling.models.padded.adapters import (
     AdapterHooks,
     LinearModule,
     ModuleCalls,
@@ -31,9 +31,9 @@ from modeling.models.causal_lm_adapters import (
     base_tensors,
     hook_positions,
 )
-from modeling.models.causal_lm_batch import CausalLMBatch
-from modeling.models.causal_lm_cache import Past, cache_bytes, keys_head_dim_last
-from modeling.models.causal_lm_sharing import Sharing, sharing_of
+from modeling.models.padded.batch import CausalLMBatch
+from modeling.models.padded.cache import Past, cache_bytes, keys_head_dim_last
+from modeling.models.padded.sharing import Sharing, sharing_of
 from modeling.sampling.sampler import SampledStep, sample_tokens
 from modeling.sampling.tensors import sampling_tensors
 
@@ -55,7 +55,7 @@ class CausalLM:
     """A transformers model with adapters, and what its probe showed.
 
     projections: the linear maps that adapters may change; linears: their modules.
-    bytes_per_token: of the cache. keys_head_dim_last: see causal_lm_cache.
+    bytes_per_token: of the cache. keys_head_dim_last: see padded/cache.py.
     sharing: which rows may lie in one forward.
     exact: False where the weights' quantisation makes rows depend on their batch, so that the
     probe cannot judge padding.

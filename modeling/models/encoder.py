@@ -18,7 +18,7 @@ from configs.wire.plan import RequestJoin
 from configs.wire.sampling import Sampling
 from modeling.adapters.projection import BaseRows, Projection
 from modeling.models.causal_lm import PROBE
-from modeling.models.causal_lm_adapters import (
+from modeling.models.padded.adapters import (
     AdapterHooks,
     LinearModule,
     ModuleCalls,

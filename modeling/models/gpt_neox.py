@@ -19,7 +19,7 @@ from modeling.layers.mlp import PlainMLP
 from modeling.layers.norm import LayerNorm
 from modeling.layers.rotary import Rotary
 from modeling.models.context import StepContext
-from modeling.models.padded import PaddedAnswer, PaddedCall, Past, padded_forward
+from modeling.models.padded.interface import PaddedAnswer, PaddedCall, Past, padded_forward
 from modeling.models.paged_base import ModelOutline, PagedAndPaddedBase
 from sharding.embedding import VocabParallelEmbedding
 from sharding.group import TensorParallel

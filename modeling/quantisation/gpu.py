@@ -7,18 +7,19 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.functional import ScalingType, scaled_mm
 
-from modeling.quantisation import triton, triton_integers, triton_product
+from modeling.kernels.integer_tiles import CUTS
+from modeling.kernels.tiles import FP8_CUTS, cut_of
 from modeling.quantisation.activations import BLOCK
 from modeling.quantisation.base import LEAST_CHUNK
-from modeling.quantisation.triton_tiled_integers import tiled_cut, tiled_product
-from modeling.triton_integer_tiles import CUTS
-from modeling.triton_tiles import FP8_CUTS, cut_of
+from modeling.quantisation.kernels import fp8_product, rounding
+from modeling.quantisation.kernels.integers import dequantise, integer_product
+from modeling.quantisation.kernels.tiled_integers import tiled_cut, tiled_product
 from sharding.linear_weight import Operands
 
 
 def rounded(x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
     """See `GpuProducts.rounded`."""
-    return triton.by_token(x.contiguous(), scale)
+    return rounding.by_token(x.contiguous(), scale)
 
 
 def fp8(
@@ -34,7 +35,7 @@ def fp8(
     cut = cut_of(FP8_CUTS, len(x))
     if cut is not None:
         y = scales.new_empty(len(x), len(codes), dtype=dtype) if out is None else out
-        return triton_product.fp8_product(x, x_scales, codes, scales, bias, y, cut)
+        return fp8_product.fp8_product(x, x_scales, codes, scales, bias, y, cut)
     row = ScalingType.RowWise
     # Sums of few products in fp8's own accumulators are what the tensor cores do fastest.
     y = scaled_mm(
@@ -57,11 +58,11 @@ def fp8_blocks(
     """See `GpuProducts.fp8_blocks`."""
     cut = cut_of(FP8_CUTS, len(x))
     if cut is not None:
-        inputs, own = triton.by_group(x.contiguous(), BLOCK)
+        inputs, own = rounding.by_group(x.contiguous(), BLOCK)
         y = x.new_empty(len(x), len(codes)) if out is None else out
-        return triton_product.fp8_product(inputs, own, codes, blocks, bias, y, cut, BLOCK)
+        return fp8_product.fp8_product(inputs, own, codes, blocks, bias, y, cut, BLOCK)
     # The library takes no other number of tokens.
-    inputs, own = triton.by_group(F.pad(x, (0, 0, 0, -len(x) % 4)).contiguous(), BLOCK)
+    inputs, own = rounding.by_group(F.pad(x, (0, 0, 0, -len(x) % 4)).contiguous(), BLOCK)
     # Nor scales of which an output's are not four, eight, ...
     blocks = F.pad(blocks, (0, -blocks.shape[1] % 4))
     y = scaled_mm(
@@ -87,10 +88,10 @@ def integers(operands: Operands, bias: Tensor | None, out: Tensor | None) -> Ten
     if (is_few or cut) and inputs // len(codes) >= LEAST_CHUNK:
         y = x.new_empty(len(x), outputs) if out is None else out
         if cut is None:
-            return triton_integers.integer_product(own, bias, y)
+            return integer_product(own, bias, y)
         return tiled_product(own, bias, y, cut)
     weight = torch.empty(outputs, inputs, dtype=x.dtype, device=x.device)
-    triton_integers.dequantise(codes, groups, weight)
+    dequantise(codes, groups, weight)
     y = F.linear(x, weight, bias)
     return y if out is None else out.copy_(y)
 

@@ -14,8 +14,8 @@ from modeling.adapters.peft.score import score_projection
 from modeling.adapters.projection import Projection
 from modeling.adapters.score import ScoreHeads
 from modeling.models.causal_lm import CausalLM
-from modeling.models.causal_lm_prompts import CausalLMPrompts
 from modeling.models.encoder import Encoder
+from modeling.models.padded.prompts import CausalLMPrompts
 from modeling.runner.block_tables import BatchSize
 from modeling.runner.loading import total_tokens
 from modeling.runner.memory import (

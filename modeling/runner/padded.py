@@ -20,8 +20,8 @@ from modeling.adapters.kernels.select import KernelChoice
 from modeling.adapters.score import ScoreHeads
 from modeling.batch import ForwardBatch, StepOutput
 from modeling.models.causal_lm import CausalLMBatch
-from modeling.models.causal_lm_adapters import RowAdapters
-from modeling.models.causal_lm_prompts import CausalLMPrompts
+from modeling.models.padded.adapters import RowAdapters
+from modeling.models.padded.prompts import CausalLMPrompts
 from modeling.runner.outputs import step_output
 from modeling.runner.padded_batches import PaddedBatches
 from modeling.runner.padded_loading import LoadedCausalLM

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from configs.wire.plan import RequestJoin
 from modeling.models.causal_lm import CausalLM, CausalLMBatch
-from modeling.models.causal_lm_adapters import RowAdapters
+from modeling.models.padded.adapters import RowAdapters
 from modeling.transfer import to_device
 
 MAX_PADDING = 2

@@ -28,7 +28,7 @@ from configs.architectures.padded import PaddedArchitecture
 from configs.architectures.select import load_padded
 from configs.model import DType, LoadFormat, ModelConfig, Quantize
 from modeling.models.causal_lm import CausalLM
-from modeling.models.causal_lm_sharing import rope_kinds
+from modeling.models.padded.sharing import rope_kinds
 from modeling.runner.loading import LoadedWeights, stored_dtype, torch_dtype
 from modeling.runner.padded_progress import RandomNumbers, logged_bars
 from sharding.checkpoint import CheckpointError, open_checkpoint

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from modeling.models import causal_lm_adapters, causal_lm_batch, causal_lm_cache
 from modeling.models.causal_lm import PROBE, CausalLM
-from modeling.models.causal_lm_adapters import RowAdapters
-from modeling.models.causal_lm_batch import CausalLMBatch
+from modeling.models.padded import adapters, batch, cache
+from modeling.models.padded.adapters import RowAdapters
+from modeling.models.padded.batch import CausalLMBatch
 from modeling.runner.padded import PaddedAdapters
 from tests.modeling.padded import PaddedWorld, compare_padded
 from tests.modeling.parity import BASE, WHOLE, Mismatch, Setting
@@ -52,26 +52,26 @@ def test_positions_that_count_padding_are_noticed(
     def columns(mask: Tensor) -> Tensor:
         return torch.arange(mask.shape[1]).expand(mask.shape).clone()
 
-    monkeypatch.setattr(causal_lm_batch, "positions", columns)
+    monkeypatch.setattr(batch, "positions", columns)
     expect_mismatch(padded, "gpt2")  # Rotated models see only how far tokens are apart.
 
 
 def test_rows_in_another_order_are_noticed(
     padded: PaddedWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    take = causal_lm_cache._take
+    take = cache._take
 
     def turned(tensor: Tensor, num_rows: int, rows: Tensor, *where: Any) -> Tensor:
         return take(tensor, num_rows, rows.flip(0), *where)
 
-    monkeypatch.setattr(causal_lm_cache, "_take", turned)
+    monkeypatch.setattr(cache, "_take", turned)
     expect_mismatch(padded, "stablelm")
 
 
 def test_caches_aligned_on_the_left_are_noticed(
     padded: PaddedWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stack = causal_lm_cache._stack
+    stack = cache._stack
 
     def left(tensors: Sequence[Tensor], counts: Sequence[int], longest: int, axis: int) -> Tensor:
         whole, row = stack(tensors, counts, longest, axis), 0
@@ -81,7 +81,7 @@ def test_caches_aligned_on_the_left_are_noticed(
             row += count
         return whole
 
-    monkeypatch.setattr(causal_lm_cache, "_stack", left)
+    monkeypatch.setattr(cache, "_stack", left)
     expect_mismatch(padded, "gptj")
 
 
@@ -89,12 +89,12 @@ def test_caches_aligned_on_the_left_are_noticed(
 def test_a_delta_on_another_layer_is_noticed(
     padded: PaddedWorld, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    placed = causal_lm_adapters.HookPosition
+    placed = adapters.HookPosition
 
     def other(linear: Any, projection: int, layer: int) -> Any:
         return placed(linear, projection, 1 - layer)
 
-    monkeypatch.setattr(causal_lm_adapters, "HookPosition", other)
+    monkeypatch.setattr(adapters, "HookPosition", other)
     expect_mismatch(padded, kind, ["r4"])
 
 

@@ -57,7 +57,7 @@ def select_kernel(device: torch.device) -> KernelChoice:
         return KernelChoice("reference", "the CPU path", reference_batch)
     try:
         # Here, not above: Triton comes with CUDA builds of torch only.
-        from modeling.adapters.kernels.triton_plan import TritonPlan, triton_batch
+        from modeling.adapters.kernels.plan import TritonPlan, triton_batch
     except ImportError as error:
         return KernelChoice("reference", f"triton does not import: {error}", reference_batch)
     return KernelChoice("triton", "the fastest on a GPU", triton_batch, TritonPlan)

@@ -122,10 +122,10 @@ def _kernels(device: torch.device) -> tuple[Any, Any]:
         return None, None
     try:
         # Here, not above: Triton comes with CUDA builds of torch only.
-        from modeling.layers import triton_experts, triton_routing
+        from modeling.layers.kernels import experts, routing
     except ImportError:
         return None, None
-    return triton_experts, triton_routing
+    return experts, routing
 
 
 def is_silu(module: Any) -> bool:

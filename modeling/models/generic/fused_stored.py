@@ -14,7 +14,7 @@ from modeling.models.generic.integer_experts import LEAST, IntegerMatrices
 from modeling.models.generic.stored_experts import LinearMatrices, Mxfp4Matrices
 
 if TYPE_CHECKING:
-    from modeling.layers.triton_stored_experts import Gate, StoredWeight
+    from modeling.layers.kernels.stored_experts import Gate, StoredWeight
 
 MOST_ADAPTED = 1024
 """Tokens with adapters that are computed at once: their deltas take float32 for each pair."""
@@ -46,7 +46,7 @@ class StoredKernels:
         layer: int,
     ) -> Tensor:
         """Return the same with a step's adapters; see `FusedExperts.adapted`."""
-        from modeling.layers.triton_expert_deltas import LayerDeltas
+        from modeling.layers.kernels.expert_deltas import LayerDeltas
 
         own = LayerDeltas(cast(Any, deltas), tuple(targets["up"]), targets["down"][0], layer)
         starts = range(0, len(hidden_states), MOST_ADAPTED)
@@ -57,7 +57,7 @@ class StoredKernels:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _computed(self, hidden_states: Tensor, ids: Tensor, shares: Tensor, deltas: Any) -> Tensor:
-        from modeling.layers.triton_stored_experts import stored_experts
+        from modeling.layers.kernels.stored_experts import stored_experts
 
         x, ids, shares = (each.contiguous() for each in (hidden_states, ids, shares))
         return stored_experts(x, self.up, self.down, self.gate, ids, shares, self.counts, deltas)
@@ -87,7 +87,7 @@ def stored_kernels(module: Any, device: torch.device) -> StoredKernels:
 def _gate(module: Any) -> "Gate | None":
     """What the module computes of gate and up, found by running it; None if no kernel does."""
     # Here, not above: Triton comes with CUDA builds of torch only.
-    from modeling.layers.triton_stored_experts import Gate
+    from modeling.layers.kernels.stored_experts import Gate
 
     if not module.has_gate or getattr(module, "has_post_expert_norm", False):
         return None
@@ -104,7 +104,7 @@ def _gate(module: Any) -> "Gate | None":
 
 
 def _weight(module: Any, name: str) -> "StoredWeight":
-    from modeling.layers.triton_stored_experts import StoredWeight
+    from modeling.layers.kernels.stored_experts import StoredWeight
 
     stored: nn.Module | None = getattr(module, f"{name}_stored", None)
     bias: Tensor | None = getattr(module, f"{name}_bias") if module.has_bias else None

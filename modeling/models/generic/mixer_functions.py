@@ -76,7 +76,7 @@ def _kernel(device_type: str) -> Callable[..., Tensor] | None:
         return None
     try:
         # Here, not above: Triton comes with CUDA builds of torch only.
-        from modeling.layers.triton_delta_rule import delta_rule_step
+        from modeling.layers.kernels.delta_rule import delta_rule_step
     except ImportError:
         return None
     return delta_rule_step

@@ -19,7 +19,7 @@ class SamplingKernels:
 
     best: logits [n, vocab] to int64 [n], each row's best token, the lowest id of equals.
     draw: (logits [n, vocab], random rows, tokens int64 [n]): writes the random rows' tokens.
-    logprobs: see triton_logprobs.logprobs.
+    logprobs: see logprobs.logprobs.
     most_logprobs: alternatives that it reports at most.
     copied: logits [n, vocab] to float32.
     penalise, mark, allow: penalties, watermarks and masks, as `adjustments` defines them.
@@ -45,20 +45,20 @@ def _triton_kernels() -> SamplingKernels | None:
     try:
         # Here, not above: Triton comes with CUDA builds of torch only.
         from modeling.sampling.kernels import (
-            triton_adjust,
-            triton_logprobs,
-            triton_sampler,
+            adjust,
+            logprobs,
+            sampler,
         )
     except ImportError as error:
         logger.warning("sampling is slow here: %s", error)
         return None
     return SamplingKernels(
-        best=triton_sampler.best,
-        draw=triton_sampler.draw,
-        logprobs=triton_logprobs.logprobs,
-        most_logprobs=triton_logprobs.MOST,
-        copied=triton_adjust.copied,
-        penalise=triton_adjust.penalise,
-        mark=triton_adjust.mark,
-        allow=triton_adjust.allow,
+        best=sampler.best,
+        draw=sampler.draw,
+        logprobs=logprobs.logprobs,
+        most_logprobs=logprobs.MOST,
+        copied=adjust.copied,
+        penalise=adjust.penalise,
+        mark=adjust.mark,
+        allow=adjust.allow,
     )

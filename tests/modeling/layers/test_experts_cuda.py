@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.modeling.layers.test_triton_experts_interpreted import computed
+from tests.modeling.layers.kernels.test_experts_interpreted import computed
 
 pytestmark = pytest.mark.gpu
 
@@ -16,7 +16,7 @@ CUDA = torch.device("cuda")
 @pytest.mark.parametrize("tokens", [1, 2, 3, 64, 129, 250])
 def test_experts(dtype: torch.dtype, tokens: int) -> None:
     """Launched and captured: the graph's second replay finds what the first one left."""
-    kernels = pytest.importorskip("modeling.layers.triton_experts")
+    kernels = pytest.importorskip("modeling.layers.kernels.experts")
     count, active, hidden, width = 24, 3, 1024, 256
     x = torch.randn(tokens, hidden, device=CUDA).to(dtype)
     up = torch.randn(count, 2 * width, hidden, device=CUDA).mul(0.05).to(dtype)
@@ -40,7 +40,7 @@ def test_experts(dtype: torch.dtype, tokens: int) -> None:
 @pytest.mark.parametrize("summed", [True, False])
 @pytest.mark.parametrize(("tokens", "hidden"), [(1, 2048), (16, 7168), (17, 2048)])
 def test_routing(tokens: int, hidden: int, summed: bool) -> None:
-    kernels = pytest.importorskip("modeling.layers.triton_routing")
+    kernels = pytest.importorskip("modeling.layers.kernels.routing")
     x = torch.randn(tokens, hidden, device=CUDA).bfloat16()
     weight = torch.randn(100, hidden, device=CUDA).mul(0.05).bfloat16()
     zeros = torch.zeros(kernels.MOST_ROUTED, dtype=torch.int32, device=CUDA)
@@ -61,8 +61,8 @@ def test_routing(tokens: int, hidden: int, summed: bool) -> None:
 @pytest.mark.parametrize("tokens", [1, 2, 3, 64, 250, 800, 2048])
 def test_experts_adapted(tokens: int, tiles_from: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens of adapters beside tokens without, in the second layer."""
-    kernels = pytest.importorskip("modeling.layers.triton_experts")
-    from modeling.triton_pairs import PairDeltas
+    kernels = pytest.importorskip("modeling.layers.kernels.experts")
+    from modeling.kernels.pairs import PairDeltas
 
     monkeypatch.setattr(kernels, "DELTA_TILES_FROM", tiles_from)
 
@@ -110,7 +110,7 @@ def test_experts_adapted(tokens: int, tiles_from: int, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("tokens", [300, 800, 2048])
 def test_experts_by_tiles(dtype: torch.dtype, tokens: int) -> None:
-    kernels = pytest.importorskip("modeling.layers.triton_experts")
+    kernels = pytest.importorskip("modeling.layers.kernels.experts")
     count, active, hidden, width = 24, 3, 1024, 256
     x = torch.randn(tokens, hidden, device=CUDA).to(dtype)
     up = torch.randn(count, 2 * width, hidden, device=CUDA).mul(0.05).to(dtype)

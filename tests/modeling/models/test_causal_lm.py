@@ -11,10 +11,10 @@ from configs.wire.plan import RequestJoin
 from configs.wire.sampling import Sampling
 from modeling.adapters.kernels.reference import ReferenceBatch
 from modeling.adapters.product import AdapterData
-from modeling.models import causal_lm_sharing
 from modeling.models.causal_lm import CausalLM, CausalLMBatch
-from modeling.models.causal_lm_adapters import shortest_names
-from modeling.models.causal_lm_sharing import Sharing
+from modeling.models.padded import sharing
+from modeling.models.padded.adapters import shortest_names
+from modeling.models.padded.sharing import Sharing
 from modeling.runner.padded_loading import load_causal_lm
 from tests.checkpoints import load_oracle, oracle_greedy, oracle_logits
 from tests.checkpoints_padded import write_padded
@@ -149,7 +149,7 @@ def test_padding_that_shows_at_start_is_spared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the list of what looks at columns lacks."""
-    monkeypatch.setattr(causal_lm_sharing, "_column_limits", lambda config: iter(()))
+    monkeypatch.setattr(sharing, "_column_limits", lambda config: iter(()))
     model = load(write_tiny(tmp_path, "llama4_text"))
     assert model.sharing == Sharing(equal_from=0)
     assert load(write_tiny(tmp_path / "llama", "llama")).sharing == Sharing()

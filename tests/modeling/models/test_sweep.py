@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from modeling.models.base import AttentionLayer
-from modeling.models.causal_lm_sharing import Sharing
 from modeling.models.generic import model, step
+from modeling.models.padded.sharing import Sharing
 from tests.modeling.models.sweep import main, sweep
 
 

@@ -105,15 +105,15 @@ def test_integers_of_many_sizes(form: str, shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rounding_is_the_cpus(dtype: torch.dtype) -> None:
     """Bit by bit: a GPU divides by a number as by its inverse unless it is told not to."""
-    from modeling.quantisation import triton
+    from modeling.quantisation.kernels import rounding
 
     x = torch.randn(37, INPUTS, device="cuda").mul(3).to(dtype)
     x[0] = 0
     given = torch.tensor([0.02], device="cuda")
     for found, wanted in (
-        (triton.by_token(x), activations.by_token(x.cpu())),
-        (triton.by_group(x, 128), activations.by_group(x.cpu(), 128)),
-        (triton.by_token(x, given), (activations.to_fp8(x.cpu(), given.cpu()), given.cpu())),
+        (rounding.by_token(x), activations.by_token(x.cpu())),
+        (rounding.by_group(x, 128), activations.by_group(x.cpu(), 128)),
+        (rounding.by_token(x, given), (activations.to_fp8(x.cpu(), given.cpu()), given.cpu())),
     ):
         assert torch.equal(found[0].cpu().view(torch.uint8), wanted[0].view(torch.uint8))
         assert torch.equal(found[1].cpu(), wanted[1].expand(found[1].shape))

@@ -129,7 +129,7 @@ def test_whole_experts_in_mxfp4_are_refused_on_gpus(
 
 @pytest.mark.parametrize("inputs", [64, 96, 128, 224])
 def test_kernels_read_the_same_numbers(inputs: int) -> None:
-    """By masks and a factor, as modeling/layers/triton_mxfp4_experts.py makes them."""
+    """By masks and a factor, as modeling/layers/kernels/mxfp4_experts.py makes them."""
     codes = torch.randint(0, 256, (2, 6, inputs // 32, 16), dtype=torch.uint8)
     scales = torch.randint(1, 129, codes.shape[:3], dtype=torch.uint8)
     stored = Mxfp4Matrices(codes, scales, torch.bfloat16)

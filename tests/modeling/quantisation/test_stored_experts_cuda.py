@@ -53,7 +53,7 @@ TOKENS = (1, 2, 7, 16, 64, 65, 200, 300, 1030)
 
 def worst_error(form: str, sizes: tuple[int, int, int, int], tokens: int, made: Layer) -> float:
     """The largest of a few steps; equal inputs must give equal bits, and counts stay zeros."""
-    from modeling.layers.triton_stored_experts import stored_experts
+    from modeling.layers.kernels.stored_experts import stored_experts
 
     hidden, _, count, active = sizes
     up, down, gate, expert = made
@@ -126,8 +126,8 @@ class Factors:
 
     def layer(self, slots: Tensor) -> Any:
         """Return them as kernels take them; slots: of tokens, -1 for none."""
-        from modeling.layers.triton_expert_deltas import LayerDeltas
-        from modeling.triton_pairs import PairDeltas
+        from modeling.kernels.pairs import PairDeltas
+        from modeling.layers.kernels.expert_deltas import LayerDeltas
 
         maps, last = tuple(range(len(self.pools))), len(self.pools) - 1
         rows = torch.full((len(PAGES), len(maps), self.count, 2), -1, dtype=torch.int32)
@@ -161,7 +161,7 @@ def test_layers_adapted(
     form: str, sizes: tuple[int, int, int, int], capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Tokens of adapters of any rank beside tokens without."""
-    from modeling.layers.triton_stored_experts import stored_experts
+    from modeling.layers.kernels.stored_experts import stored_experts
 
     hidden, inner, count, active = sizes
     if form == "fp8" and (hidden % 128 or inner % 128):

@@ -23,7 +23,7 @@ from modeling.runner.load_paged import load_paged
 from modeling.runner.paged import ModelRunner
 from sharding.group import SingleRank
 from tests.checkpoints import SHARED
-from tests.modeling.attention.test_triton_interpreted import Interpreted
+from tests.modeling.attention.triton.test_interpreted import Interpreted
 from tests.modeling.parity import World, engine_config, full_logprobs, place_all
 from tests.modeling.runner.test_cuda_graphs import CPU, LateAdapters, capture_on_cpu, requests
 from tests.modeling.stepping import generate
@@ -42,7 +42,7 @@ CASES = [
 
 
 class GatheredExperts:
-    """The equation of `modeling.triton_pairs`, all pairs at once: a tape has no loops."""
+    """The equation of `modeling.kernels.pairs`, all pairs at once: a tape has no loops."""
 
     def __init__(self, bank: AdapterBank, slots: Tensor) -> None:
         self._bank = bank
@@ -110,7 +110,7 @@ class WithExperts(LateExperts):
 def deltas(bank: AdapterBank, slots: Tensor) -> ExpertDeltas:
     if os.environ.get("TRITON_INTERPRET") != "1":
         return GatheredExperts(bank, slots)
-    from modeling.triton_pairs import PairDeltas
+    from modeling.kernels.pairs import PairDeltas
 
     pools = tuple((pool.a, pool.bt) for pool in bank.pools)
     return PairDeltas(slots, bank.expert_table, pools, bank.expert_maps)
@@ -135,7 +135,7 @@ def make_runner(world: World, family: str, variant: str, names: Sequence[str]) -
 def interpret(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the kernels run by the interpreter, if it is on."""
     if os.environ.get("TRITON_INTERPRET") == "1":
-        kernels = pytest.importorskip("modeling.triton_pairs")
+        kernels = pytest.importorskip("modeling.kernels.pairs")
         for name in ("_SHRINK", "_EXPAND"):
             monkeypatch.setattr(kernels, name, Interpreted(getattr(kernels, name)._kernel))
 

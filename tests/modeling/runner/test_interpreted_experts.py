@@ -14,8 +14,8 @@ from modeling.adapters.bank import AdapterBank
 from modeling.adapters.kernels.select import AdapterStepPlan, KernelChoice
 from modeling.runner import load_paged
 from sharding.group import SingleRank
-from tests.modeling.adapters.test_triton_interpreted import FORM
-from tests.modeling.attention.test_triton_interpreted import Interpreted
+from tests.modeling.adapters.kernels.test_interpreted import FORM
+from tests.modeling.attention.triton.test_interpreted import Interpreted
 from tests.modeling.parity import (
     BLOCK_SIZE,
     NUM_BLOCKS,
@@ -43,17 +43,18 @@ def test_tokens_within_bounds(
     world: World, variant: str, names: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton")
-    from modeling import triton_pairs
-    from modeling.adapters.kernels import triton_buffers, triton_plan
+    from modeling.adapters.kernels import buffers
+    from modeling.adapters.kernels.plan import TritonPlan, triton_batch
+    from modeling.kernels import pairs
 
-    monkeypatch.setattr(triton_buffers, "Launcher", Interpreted)
+    monkeypatch.setattr(buffers, "Launcher", Interpreted)
     for name in ("_SHRINK", "_EXPAND"):
-        monkeypatch.setattr(triton_pairs, name, Interpreted(getattr(triton_pairs, name)._kernel))
+        monkeypatch.setattr(pairs, name, Interpreted(getattr(pairs, name)._kernel))
 
     def plan(bank: AdapterBank, most_tokens: int) -> AdapterStepPlan:
-        return triton_plan.TritonPlan(bank, most_tokens, [replace(FORM, max_tokens=most_tokens)])
+        return TritonPlan(bank, most_tokens, [replace(FORM, max_tokens=most_tokens)])
 
-    kernel = KernelChoice("triton", "", triton_plan.triton_batch, plan)
+    kernel = KernelChoice("triton", "", triton_batch, plan)
     monkeypatch.setattr(load_paged, "select_kernel", lambda device: kernel)
     watch_bounds(monkeypatch)
     spoil_new_memory(monkeypatch)

@@ -15,7 +15,7 @@ from configs.wire.adapters import AdapterError, AdapterKey, FetchedAdapter
 from configs.wire.plan import RequestJoin, StepRow
 from configs.wire.sampling import Sampling
 from modeling.batch import ForwardBatch
-from modeling.models.causal_lm_batch import ROOM
+from modeling.models.padded.batch import ROOM
 from modeling.runner import load_padded as load_padded_module
 from modeling.runner import select
 from modeling.runner.load_padded import load_padded

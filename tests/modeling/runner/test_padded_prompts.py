@@ -9,9 +9,9 @@ from torch import Tensor
 
 from configs.wire.plan import RequestJoin
 from configs.wire.sampling import Pooling, Sampling
-from modeling.models import causal_lm_prompts
 from modeling.models.causal_lm import CausalLM
-from modeling.models.causal_lm_prompts import WHOLE, CausalLMPrompts
+from modeling.models.padded import prompts
+from modeling.models.padded.prompts import WHOLE, CausalLMPrompts
 from tests.checkpoints import oracle_logits
 from tests.modeling.models.foreign_models import ForeignModel, foreign
 from tests.modeling.models.sweep_truth import load
@@ -32,7 +32,7 @@ def padded(tmp_path_factory: pytest.TempPathFactory) -> PaddedWorld:
 @pytest.fixture(autouse=True)
 def short_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four positions a slice."""
-    monkeypatch.setattr(causal_lm_prompts, "SLICE_BYTES", 4 * 4 * VOCAB)
+    monkeypatch.setattr(prompts, "SLICE_BYTES", 4 * 4 * VOCAB)
 
 
 @pytest.mark.parametrize("rejoins_at", [None, 2])

@@ -1,0 +1,265 @@
+"""Norms and gated products of rows in Triton, rounded to fp8 where a product reads them so.
+
+They compute and are launched as `modeling.layers.kernels.operations` says.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from modeling.adapters.norm_rows import NO_WEIGHTS, OwnWeights
+from modeling.kernels.launch import Launcher, aligned, has_dependent_launch, launch_options
+from modeling.kernels.tiles import divided
+from modeling.layers.kernels.ranks import meet, sum_of_ranks, table
+from modeling.quantisation.activations import LARGEST, SMALLEST
+from sharding.group import Summand
+
+SILU_COLUMNS = 1024
+"""What one program computes."""
+
+FP8_RANGE = (LARGEST, SMALLEST)
+
+Rounded = tuple[Tensor, Tensor]
+
+Pointer = Any
+
+# Arguments are grouped by what they describe.
+# fmt: off
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _store_rounded(
+    x: "Any", codes: "Any", scales: "Any", inside: "Any", most: float, smallest: float
+) -> None:
+    """Store a row of x in fp8, and its scale, as `quantisation.activations.by_token`.
+
+    x: 0 where it is not inside.
+    """
+    values = x.to(tl.float32)
+    scale = tl.div_rn(tl.max(tl.abs(values), axis=0), most)
+    scale = tl.where(scale == 0, smallest, scale)
+    quotients = divided(values, scale, tl.div_rn(1.0, scale))
+    found = tl.minimum(tl.maximum(quotients, -most), most)
+    tl.store(codes, found.to(tl.float8e4nv), mask=inside)
+    tl.store(scales + tl.program_id(0), scale)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _own_weight(
+    factors: "Any", own: "Pointer", page: "Any", stride: "Any", columns: "Any", inside: "Any",
+    plus: tl.constexpr,
+) -> "Any":
+    """An adapter's weight, where the token's adapter brings one; plus: what is added to it."""
+    found = tl.load(own + page * stride + columns, mask=inside & (page >= 0), other=0.0)
+    return tl.where(page >= 0, found.to(tl.float32) + plus, factors)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _add_rms_norm(
+    x: "Pointer", residual: "Pointer", inner: "Pointer",
+    weight: "Pointer", normed: "Pointer", total: "Pointer", codes: "Pointer", scales: "Pointer",
+    pages: "Pointer", own: "Pointer", own_inner: "Pointer", own_stride: "Any",
+    peers: "Pointer",
+    eps: float, inner_eps: float, most: float, smallest: float,
+    size: tl.constexpr, width: tl.constexpr,
+    has_residual: tl.constexpr, has_inner: tl.constexpr, rounds: tl.constexpr,
+    has_pages: tl.constexpr, per_token: tl.constexpr,
+    plus: tl.constexpr, inner_plus: tl.constexpr,
+    rank: tl.constexpr, ranks: tl.constexpr, PDL: tl.constexpr,
+) -> None:
+    """normed = w * s / sqrt(mean(s^2) + eps), s = x + residual, of one row.
+
+    ranks: if more than one, x is this rank's summand, and s = sum of x over ranks + residual.
+
+    width: the power of two that holds size. has_inner: s = norm(x) + residual, with inner as w.
+    has_pages: w is that of an adapter where pages has one for the row's token. rounds: codes and
+    scales are normed in fp8.
+    """
+    if PDL:
+        gdc_launch_dependents()
+    start = tl.program_id(0).to(tl.int64) * size
+    columns = tl.arange(0, width)
+    inside = columns < size
+    # No kernel writes weights: they are loaded while the kernel before still runs.
+    factors = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    if has_inner:
+        inner_factors = tl.load(inner + columns, mask=inside, other=0.0).to(tl.float32)
+    if has_pages:
+        # No kernel of a step writes pages, nor the adapters that the step reads.
+        page = tl.load(pages + tl.program_id(0) // per_token).to(tl.int64)
+        factors = _own_weight(factors, own, page, own_stride, columns, inside, plus)
+        if has_inner:
+            inner_factors = _own_weight(
+                inner_factors, own_inner, page, own_stride, columns, inside, inner_plus
+            )
+    if ranks > 1:
+        summands = table(peers, ranks)
+        flags = table(peers + ranks, ranks)
+    if PDL:
+        gdc_wait()
+    if has_residual:
+        before = tl.load(residual + start + columns, mask=inside, other=0.0)
+    if ranks > 1:
+        # Behind the wait, for only then is this rank's summand written.
+        meet(flags, rank, ranks)
+        values = sum_of_ranks(summands, x.dtype.element_ty, start + columns, inside, ranks)
+    else:
+        values = tl.load(x + start + columns, mask=inside, other=0.0)
+    if has_inner:
+        wide = values.to(tl.float32)
+        scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / size + inner_eps)
+        values = (wide * scale * inner_factors).to(values.dtype)
+    if has_residual:
+        # The next layer reads the sum in the model's type, so the norm is that of the rounded sum.
+        values = (values.to(tl.float32) + before.to(tl.float32)).to(values.dtype)
+    if has_residual or ranks > 1:
+        tl.store(total + start + columns, values, mask=inside)
+    wide = values.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / size + eps)
+    found = (wide * scale * factors).to(values.dtype)
+    tl.store(normed + start + columns, found, mask=inside)
+    if rounds:
+        _store_rounded(found, codes + start + columns, scales, inside, most, smallest)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _silu_mul(
+    gate_up: "Pointer", out: "Pointer", codes: "Pointer", scales: "Pointer",
+    most: float, smallest: float, size: tl.constexpr, width: tl.constexpr,
+    is_gelu: tl.constexpr, rounds: tl.constexpr, PDL: tl.constexpr,
+) -> None:
+    """out = act(gate) * up, for `width` columns of one row.
+
+    act: GELU in its tanh form if is_gelu, else SiLU. rounds: codes and scales are out in fp8; the
+    columns are then the whole row.
+    """
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * width + tl.arange(0, width)
+    inside = columns < size
+    gate = tl.load(gate_up + row * 2 * size + columns, mask=inside, other=0.0)
+    up = tl.load(gate_up + row * 2 * size + size + columns, mask=inside, other=0.0)
+    wide = gate.to(tl.float32)
+    inner = wide
+    if is_gelu:
+        # 0.5 (1 + tanh z) = sigmoid(2 z), z = sqrt(2 / pi) (x + 0.044715 x^3).
+        inner = 1.5957691216057308 * (wide + 0.044715 * wide * wide * wide)
+    product = wide * tl.sigmoid(inner) * up.to(tl.float32)
+    found = product.to(gate.dtype)
+    tl.store(out + row * size + columns, found, mask=inside)
+    if rounds:
+        _store_rounded(found, codes + row * size + columns, scales, inside, most, smallest)
+
+
+# fmt: on
+_LAUNCH_ADD_RMS_NORM = Launcher(_add_rms_norm)
+_LAUNCH_SILU_MUL = Launcher(_silu_mul)
+
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    inner: tuple[Tensor, float] | None = None,
+    own: OwnWeights | None = None,
+    own_inner: OwnWeights | None = None,
+    rounded: Rounded | None = None,
+    summand: Summand | None = None,
+) -> tuple[Tensor, Tensor]:
+    """y = w * s / sqrt(mean(s^2) + eps), s = x + residual; returns (y, s), both [rows, size].
+
+    inner: the weight and eps of a norm of x before the sum, rounded to its type as always.
+    own, own_inner: what replaces the weights for the rows of some tokens. rounded: where y is
+    written in fp8 too. summand: the one that x is part of, if it is: x stands for its sum over
+    ranks then, which is rounded as `all_reduce` rounds; all ranks make the same calls in one order.
+    """
+    tokens, size = x.shape
+    inner_weight, inner_eps = inner or (weight, 0.0)
+    first, second = own or NO_WEIGHTS, own_inner or own or NO_WEIGHTS
+    pages = weight if own is None else own.pages
+    stored = (weight, weight) if own is None else (own.weights, second.weights)
+    stride = 0 if own is None else own.weights.stride(0)
+    per_token = 1 if own is None else tokens // len(pages)
+    normed = torch.empty_like(x)
+    total = x if residual is None and summand is None else torch.empty_like(x)
+    rank, ranks = (0, 1) if summand is None else (summand.group.rank, summand.group.size)
+    peers = weight if summand is None else summand.peers
+    added = x if residual is None else residual
+    dependent = has_dependent_launch(x.device)
+    codes, scales = rounded or (normed, normed)
+    # The key names all that Triton compiles the kernel for; see Launcher.
+    _LAUNCH_ADD_RMS_NORM(
+        (
+            size,
+            residual is None,
+            inner is None,
+            rounded is None,
+            x.dtype,
+            inner_weight.dtype,
+            weight.dtype,
+            x.device,
+            ranks,
+            aligned(x, added, inner_weight, weight, codes, scales),
+            (per_token, first.plus, second.plus, stride, stored[0].dtype, aligned(pages, *stored))
+            if own is not None
+            else None,
+        ),
+        (tokens,),
+        (x, added, inner_weight, weight, normed, total, codes, scales, pages, *stored, stride,
+         peers, eps, inner_eps, *FP8_RANGE),
+        {
+            "size": size,
+            "width": triton.next_power_of_2(size),
+            "has_residual": residual is not None,
+            "has_inner": inner is not None,
+            "rounds": rounded is not None,
+            "has_pages": own is not None,
+            "per_token": per_token,
+            "plus": first.plus,
+            "inner_plus": second.plus,
+            "rank": rank,
+            "ranks": ranks,
+            "PDL": dependent,
+        },
+        {"num_warps": 8 if size > 1024 else 4, **launch_options(dependent)},
+    )  # fmt: skip
+    return normed, total
+
+
+def silu_mul(gate_up: Tensor, rounded: Rounded | None = None) -> Tensor:
+    """y[t, j] = silu(g[t, j]) * u[t, j], g the first half of the columns, u the second.
+
+    rounded: where y is written in fp8 too.
+    """
+    return _gated_mul(gate_up, is_gelu=False, rounded=rounded)
+
+
+def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
+    """y[t, j] = gelu(g[t, j]) * u[t, j] by the tanh form, g and u as for `silu_mul`."""
+    return _gated_mul(gate_up, is_gelu=True)
+
+
+def _gated_mul(gate_up: Tensor, is_gelu: bool, rounded: Rounded | None = None) -> Tensor:
+    tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty(tokens, size, dtype=gate_up.dtype, device=gate_up.device)
+    dependent = has_dependent_launch(gate_up.device)
+    codes, scales = rounded or (out, out)
+    # A row's scale is that of all its columns, so one program takes them.
+    width = SILU_COLUMNS if rounded is None else triton.next_power_of_2(size)
+    _LAUNCH_SILU_MUL(
+        (size, is_gelu, rounded is None, gate_up.dtype, gate_up.device,
+         aligned(gate_up, out, codes, scales)),
+        (tokens, -(-size // width)),
+        (gate_up, out, codes, scales, *FP8_RANGE),
+        {"size": size, "width": width, "is_gelu": is_gelu, "rounds": rounded is not None,
+         "PDL": dependent},
+        {"num_warps": min(16, max(4, width // 512)), **launch_options(dependent)},
+    )  # fmt: skip
+    return out

@@ -1,0 +1,342 @@
+"""Experts kept as a checkpoint stored them, in Triton: mxfp4, fp8 blocks, integers of 4 bits.
+
+As in triton_experts.py, a table has the pairs of each expert, and a program reads a tile of one
+expert's weights once for many pairs. Here for any number of tokens: numbers are made of a tile
+where it is multiplied, so no expert is ever expanded.
+
+    fp8     y[p, o] = sum_g a[p, g] b[o / 128, g] sum_{i of g} X[p, i] W[o, i]
+
+How the others are read: triton_mxfp4_experts.py, triton_integer_experts.py.
+Adapters' deltas are of x and of inner columns before those are rounded.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from math import gcd
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from modeling.kernels.launch import Launcher, aligned, has_dependent_launch, launch_options
+from modeling.layers.kernels.expert_deltas import LayerDeltas, enter_pairs, sum_pairs
+from modeling.layers.kernels.integer_experts import integer_constants, of_integers
+from modeling.layers.kernels.mxfp4_experts import ASSEMBLY, of_mxfp4
+from modeling.quantisation.activations import BLOCK
+from modeling.quantisation.kernels.rounding import by_group
+
+
+@dataclass(frozen=True)
+class StoredCut:
+    """How experts of up to `tokens` tokens are cut.
+
+    pairs: of a program. up, down: inner columns, and outputs, of a program. warps, stages: of both.
+    """
+
+    tokens: int
+    pairs: int
+    up: int
+    down: int
+    warps: int
+    stages: int
+
+
+MXFP4_CUTS = (StoredCut(64, 16, 64, 64, 4, 4), StoredCut(2**31, 64, 64, 128, 4, 3))
+FP8_CUTS = (
+    StoredCut(64, 16, 32, 64, 4, 4),
+    StoredCut(256, 32, 64, 128, 4, 3),
+    StoredCut(2**31, 64, 64, 128, 4, 3),
+)
+"""The best of those that a GPU compared."""
+
+INTEGER_CUTS: tuple[StoredCut, ...] = (
+    StoredCut(64, 16, 64, 64, 4, 4),
+    StoredCut(256, 32, 64, 128, 4, 3),
+    StoredCut(2**31, 64, 64, 128, 4, 3),
+)
+"""Not compared with others yet."""
+
+
+@dataclass(frozen=True)
+class StoredWeight:
+    """The matrices [out, in] of a layer's experts.
+
+    codes: fp8 [experts, out, in], else int16 [experts, in / 128, out, 32].
+    scales: of fp8 float32 [experts, out / 128, in / 128]; of mxfp4 int32 [experts, in / 128, out],
+    four bytes each; of integers [experts, groups, out], in x's type. bias: [experts, out].
+    shape: (out, in).
+    group: inputs of a group of integers: 32, 64, or a multiple of 128; 0 in other forms.
+    middle: the zero point of integers, where there are no zeros: uint8 of the scales' shape.
+    order: int32 [experts, in], the inputs of integers in the codes' order; None: as they are.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    bias: Tensor | None
+    shape: tuple[int, int]
+    group: int = 0
+    middle: int = 0
+    zeros: Tensor | None = None
+    order: Tensor | None = None
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether it is in fp8."""
+        return self.codes.dtype is torch.float8_e4m3fn
+
+    @property
+    def cuts(self) -> tuple[StoredCut, ...]:
+        """How its form is cut, by the number of tokens."""
+        return FP8_CUTS if self.is_fp8 else INTEGER_CUTS if self.group else MXFP4_CUTS
+
+    def form(self, dtype: torch.dtype) -> dict[str, Any]:
+        """What kernels are compiled for; dtype: of x."""
+        own = {"FP8": self.is_fp8, "GROUP": self.group, "MIDDLE": self.middle}
+        own |= {"HAS_ZEROS": self.zeros is not None, "ORDERED": self.order is not None}
+        made = integer_constants(dtype) if self.group else {"RAISED": 0, **ASSEMBLY}
+        return {**own, "HAS_BIAS": self.bias is not None, **made}
+
+
+@dataclass(frozen=True)
+class Gate:
+    """What an expert computes of gate g and up u, and how their rows lie.
+
+    interleaved: a gate's row is followed by up's; otherwise all rows of up follow those of gate.
+    limit, alpha: of (clamp(u) + 1) g' sigmoid(alpha g'), g' = min(g, limit); None: silu(g) u.
+    """
+
+    interleaved: bool = False
+    limit: float | None = None
+    alpha: float = 1.0
+
+
+# Arguments are grouped by what they describe.
+# fmt: off
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _of_fp8(
+    x: "Any", x_scales: "Any", num_x: "Any", codes: "Any", scales: "Any",
+    expert: "Any", row: "Any", at: "Any", live: "Any",
+    HEIGHT: tl.constexpr, INPUTS: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr,
+) -> "Any":
+    """Sums [ROWS, PAIRS] of an expert's rows and x's rows `at`; x_scales: [groups, num_x]."""
+    GROUPS: tl.constexpr = INPUTS // 128
+    k = tl.arange(0, 128)
+    w_rows = codes + (expert * HEIGHT + row)[:, None] * INPUTS + k[None, :]
+    s_rows = scales + (expert * (HEIGHT // 128) + row // 128) * GROUPS
+    x_rows = x + at[None, :] * INPUTS + k[:, None]
+    own = tl.load(s_rows)
+    tokens = tl.load(x_scales + at, mask=live, other=0.0)
+    acc = tl.zeros([ROWS, PAIRS], dtype=tl.float32)
+    for group in range(GROUPS):
+        later = tl.minimum(group + 1, GROUPS - 1)
+        next_own = tl.load(s_rows + later)
+        next_tokens = tl.load(x_scales + later * num_x + at, mask=live, other=0.0)
+        x_tile = tl.load(x_rows + group * 128, mask=live[None, :], other=0.0)
+        part = tl.dot(tl.load(w_rows + group * 128), x_tile)
+        acc += part * own[:, None] * tokens[None, :]
+        own, tokens = next_own, next_tokens
+    return acc
+
+
+@triton.jit(do_not_specialize=["num_x", "num_tokens"])  # type: ignore[untyped-decorator]
+def _up(
+    x: "Any", x_scales: "Any", num_x: "Any",
+    codes: "Any", scales: "Any", zeros: "Any", order: "Any", bias: "Any",
+    inner: "Any", counts: "Any", table: "Any", deltas: "Any", num_tokens: "Any",
+    limit: "Any", alpha: "Any",
+    INPUTS: tl.constexpr, WIDTH: tl.constexpr, ACTIVE: tl.constexpr,
+    PAIRS: tl.constexpr, BLOCK_N: tl.constexpr,
+    FP8: tl.constexpr, HAS_BIAS: tl.constexpr, INTERLEAVED: tl.constexpr, CLAMPED: tl.constexpr,
+    DELTAS: tl.constexpr,
+    GROUP: tl.constexpr, MIDDLE: tl.constexpr, HAS_ZEROS: tl.constexpr, ORDERED: tl.constexpr,
+    RAISED: tl.constexpr,
+    ASM0: tl.constexpr, ASM1: tl.constexpr, ASM2: tl.constexpr, ASM3: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """One block of an expert's inner columns for up to PAIRS of its pairs.
+
+    deltas: float32 [pairs, 2 * WIDTH] where INTERLEAVED, else [2, pairs, WIDTH].
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    first = tl.program_id(0) * PAIRS
+    expert = tl.program_id(2).to(tl.int64)
+    count = tl.load(counts + expert)
+    if first < count:
+        m = first + tl.arange(0, PAIRS)
+        live = m < count
+        pair = tl.load(table + expert * num_tokens + m, mask=live, other=0).to(tl.int64)
+        # Gate and up of a column are neighbours among the rows of the product.
+        r = tl.arange(0, 2 * BLOCK_N)
+        column = tl.program_id(1) * BLOCK_N + r // 2
+        row = 2 * column + r % 2 if INTERLEAVED else r % 2 * WIDTH + column
+        if FP8:
+            acc = _of_fp8(
+                x, x_scales, num_x, codes, scales, expert, row, pair // ACTIVE, live,
+                2 * WIDTH, INPUTS, 2 * BLOCK_N, PAIRS,
+            )
+        elif GROUP > 0:
+            acc = of_integers(
+                x, codes, scales, zeros, order, expert, row, pair // ACTIVE, live,
+                2 * WIDTH, INPUTS, 2 * BLOCK_N, PAIRS, GROUP, MIDDLE, HAS_ZEROS, ORDERED, RAISED,
+                ASM0, ASM1, ASM2, ASM3,
+            )
+        else:
+            acc = of_mxfp4(
+                x, codes, scales, expert, row, pair // ACTIVE, live,
+                2 * WIDTH, INPUTS, 2 * BLOCK_N, PAIRS, ASM0, ASM1, ASM2, ASM3,
+            )
+        if HAS_BIAS:
+            acc += tl.load(bias + expert * (2 * WIDTH) + row).to(tl.float32)[:, None]
+        if DELTAS:
+            if INTERLEAVED:
+                own = deltas + pair[None, :] * (2 * WIDTH) + row[:, None]
+            else:
+                half = (r % 2).to(tl.int64) * num_tokens * (ACTIVE * WIDTH)
+                own = deltas + pair[None, :] * WIDTH + (half + column)[:, None]
+            acc += tl.load(own, mask=live[None, :], other=0.0)
+        gate, up = tl.split(tl.permute(tl.reshape(acc, [BLOCK_N, 2, PAIRS]), [0, 2, 1]))
+        if CLAMPED:
+            gate = tl.minimum(gate, limit)
+            up = tl.minimum(tl.maximum(up, -limit), limit)
+            value = (up + 1) * gate * tl.sigmoid(alpha * gate)
+        else:
+            value = gate * tl.sigmoid(gate) * up
+        n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+        out = inner + pair[None, :] * WIDTH + n[:, None]
+        tl.store(out, value.to(inner.dtype.element_ty), mask=live[None, :])
+
+
+@triton.jit(do_not_specialize=["num_x", "num_tokens"])  # type: ignore[untyped-decorator]
+def _down(
+    x: "Any", x_scales: "Any", num_x: "Any",
+    codes: "Any", scales: "Any", zeros: "Any", order: "Any", bias: "Any",
+    shares: "Any", out: "Any", counts: "Any", table: "Any", num_tokens: "Any",
+    INPUTS: tl.constexpr, WIDTH: tl.constexpr,
+    PAIRS: tl.constexpr, BLOCK_N: tl.constexpr, FP8: tl.constexpr, HAS_BIAS: tl.constexpr,
+    GROUP: tl.constexpr, MIDDLE: tl.constexpr, HAS_ZEROS: tl.constexpr, ORDERED: tl.constexpr,
+    RAISED: tl.constexpr,
+    ASM0: tl.constexpr, ASM1: tl.constexpr, ASM2: tl.constexpr, ASM3: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """One block of an expert's outputs for up to PAIRS of its pairs, by the pairs' weights."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    first = tl.program_id(0) * PAIRS
+    expert = tl.program_id(2).to(tl.int64)
+    count = tl.load(counts + expert)
+    if first < count:
+        m = first + tl.arange(0, PAIRS)
+        live = m < count
+        pair = tl.load(table + expert * num_tokens + m, mask=live, other=0).to(tl.int64)
+        n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+        if FP8:
+            acc = _of_fp8(
+                x, x_scales, num_x, codes, scales, expert, n, pair, live,
+                WIDTH, INPUTS, BLOCK_N, PAIRS,
+            )
+        elif GROUP > 0:
+            acc = of_integers(
+                x, codes, scales, zeros, order, expert, n, pair, live,
+                WIDTH, INPUTS, BLOCK_N, PAIRS, GROUP, MIDDLE, HAS_ZEROS, ORDERED, RAISED,
+                ASM0, ASM1, ASM2, ASM3,
+            )
+        else:
+            acc = of_mxfp4(
+                x, codes, scales, expert, n, pair, live,
+                WIDTH, INPUTS, BLOCK_N, PAIRS, ASM0, ASM1, ASM2, ASM3,
+            )
+        if HAS_BIAS:
+            acc += tl.load(bias + expert * WIDTH + n).to(tl.float32)[:, None]
+        acc *= tl.load(shares + pair, mask=live, other=0.0).to(tl.float32)[None, :]
+        tl.store(
+            out + pair[None, :] * WIDTH + n[:, None], acc.to(out.dtype.element_ty),
+            mask=live[None, :],
+        )
+
+
+# fmt: on
+
+_UP, _DOWN = Launcher(_up), Launcher(_down)
+
+
+def stored_experts(
+    x: Tensor,
+    up: StoredWeight,
+    down: StoredWeight,
+    gate: Gate,
+    ids: Tensor,
+    shares: Tensor,
+    counts: Tensor,
+    deltas: LayerDeltas | None = None,
+) -> Tensor:
+    """[tokens, hidden] to the same shape.
+
+    up: of 2 * inner outputs. ids, shares: [tokens, experts of one]. counts: int32 [experts] zeros,
+    which it leaves as zeros. deltas: what adapters change.
+    """
+    (tokens, hidden), active, count = x.shape, ids.shape[1], len(up.codes)
+    width = down.shape[1]
+    cut = _cut(tokens, hidden, width, up.cuts)
+    table = torch.empty(count, tokens, dtype=torch.int32, device=x.device)
+    inner = torch.empty(tokens * active, width, dtype=x.dtype, device=x.device)
+    out = torch.empty(tokens * active, hidden, dtype=x.dtype, device=x.device)
+    pdl = has_dependent_launch(x.device)
+    common = (x.device, x.dtype, shares.dtype, ids.dtype, aligned(x, ids, shares))
+    added = enter_pairs(x, ids, counts, table, deltas)
+    sizes = {"INPUTS": hidden, "WIDTH": width, "ACTIVE": active}
+    sizes |= {"PAIRS": cut.pairs, "BLOCK_N": cut.up}
+    clamped = gate.limit is not None
+    form = {"INTERLEAVED": gate.interleaved, "CLAMPED": clamped, "DELTAS": deltas is not None}
+    limits = gate.limit or 0.0, gate.alpha
+    blocks = -(-tokens // cut.pairs)
+    rest = [inner, counts, table, added, tokens, *limits]
+    grid = (blocks, width // cut.up, count)
+    _product(_UP, common, grid, x, up, rest, sizes, form, cut, pdl)
+    shrunk = None if deltas is None else deltas.shrink_down(inner, ids, count)
+    sizes = {"INPUTS": width, "WIDTH": hidden, "PAIRS": cut.pairs, "BLOCK_N": cut.down}
+    grid = (blocks, hidden // cut.down, count)
+    rest = [shares, out, counts, table, tokens]
+    _product(_DOWN, common, grid, inner, down, rest, sizes, {}, cut, pdl)
+    return sum_pairs(out, counts, ids, shares, deltas, shrunk)
+
+
+def _product(
+    launch: Launcher,
+    common: Any,
+    grid: tuple[int, int, int],
+    x: Tensor,
+    weight: StoredWeight,
+    rest: Sequence[Any],
+    sizes: dict[str, int],
+    form: dict[str, bool],
+    cut: StoredCut,
+    pdl: bool,
+) -> None:
+    rows, inputs, scales = len(x), x, x
+    if weight.is_fp8:
+        inputs, by_row = by_group(x, BLOCK)
+        scales = by_row.t()
+    codes = weight.codes
+    beside = [codes if each is None else each for each in (weight.zeros, weight.order, weight.bias)]
+    made = weight.form(x.dtype)
+    constants = {**sizes, **form, **made, "PDL": pdl}
+    launch(
+        (common, cut, *sizes.values(), *form.values(), *made.values(), beside[-1].dtype),
+        *(grid, [inputs, scales, rows, codes, weight.scales, *beside, *rest], constants),
+        {"num_warps": cut.warps, "num_stages": cut.stages, **launch_options(pdl)},
+    )
+
+
+@cache
+def _cut(tokens: int, hidden: int, width: int, cuts: tuple[StoredCut, ...]) -> StoredCut:
+    cut = next(each for each in cuts if tokens <= each.tokens)
+    return replace(cut, up=gcd(cut.up, width), down=gcd(cut.down, hidden))

@@ -1,0 +1,117 @@
+"""Rounding activations to fp8 in Triton: one read of x, one write of the codes and their scales.
+
+A programmatic dependent launch (PDL), as `modeling.layers.kernels.operations` says.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from modeling.kernels.launch import Launcher, aligned, has_dependent_launch, launch_options
+from modeling.kernels.tiles import divided
+from modeling.quantisation.activations import FP8, LARGEST, SMALLEST
+
+Pointer = Any
+
+# Arguments are grouped by what they describe.
+# fmt: off
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _by_token(
+    x: "Pointer", given: "Pointer", codes: "Pointer", scales: "Pointer",
+    most: float, smallest: float,
+    size: tl.constexpr, width: tl.constexpr, IS_GIVEN: tl.constexpr, PDL: tl.constexpr,
+) -> None:
+    """codes = x / scale, scale = max |x| / most, of one row; width: the power of two over size.
+
+    IS_GIVEN: the scale is `given`, of all rows.
+    """
+    if PDL:
+        gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, width)
+    inside = columns < size
+    if PDL:
+        gdc_wait()
+    values = tl.load(x + row * size + columns, mask=inside, other=0.0).to(tl.float32)
+    if IS_GIVEN:
+        scale = tl.load(given)
+    else:
+        scale = tl.div_rn(tl.max(tl.abs(values), axis=0), most)
+        scale = tl.where(scale == 0, smallest, scale)
+    quotients = divided(values, scale, tl.div_rn(1.0, scale))
+    found = tl.minimum(tl.maximum(quotients, -most), most)
+    tl.store(codes + row * size + columns, found.to(tl.float8e4nv), mask=inside)
+    tl.store(scales + row, scale)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _by_group(
+    x: "Pointer", codes: "Pointer", scales: "Pointer", rows: int,
+    most: float, smallest: float,
+    groups: tl.constexpr, height: tl.constexpr, size: tl.constexpr, PDL: tl.constexpr,
+) -> None:
+    """The same for `height` groups of `size` numbers of one row; scales: [groups, rows]."""
+    if PDL:
+        gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * height + tl.arange(0, height)
+    inside = (group < groups)[:, None]
+    place = row * groups * size + group[:, None] * size + tl.arange(0, size)[None, :]
+    if PDL:
+        gdc_wait()
+    values = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.div_rn(tl.max(tl.abs(values), axis=1), most)
+    scale = tl.where(scale == 0, smallest, scale)
+    quotients = divided(values, scale[:, None], tl.div_rn(1.0, scale)[:, None])
+    found = tl.minimum(tl.maximum(quotients, -most), most)
+    tl.store(codes + place, found.to(tl.float8e4nv), mask=inside)
+    tl.store(scales + group * rows + row, scale, mask=group < groups)
+
+
+# fmt: on
+
+_token = Launcher(_by_token)
+_group = Launcher(_by_group)
+
+
+def by_token(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """`activations.by_token` of a contiguous x on a GPU; scale: of all tokens, float32 [1]."""
+    rows, size = x.shape
+    codes = torch.empty(rows, size, dtype=FP8, device=x.device)
+    scales = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
+    if not rows:
+        return codes, scales
+    width, dependent = triton.next_power_of_2(size), has_dependent_launch(x.device)
+    _token(
+        (x.device, x.dtype, size, aligned(x, codes, scales), scale is None),
+        (rows,),
+        (x, scales if scale is None else scale, codes, scales, LARGEST, SMALLEST),
+        {"size": size, "width": width, "IS_GIVEN": scale is not None, "PDL": dependent},
+        {"num_warps": min(16, max(1, width // 512)), **launch_options(dependent)},
+    )
+    return codes, scales
+
+
+def by_group(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """`activations.by_group` of a contiguous x on a GPU; a group's scales lie together."""
+    rows, groups = x.shape[0], x.shape[1] // size
+    codes = torch.empty(x.shape, dtype=FP8, device=x.device)
+    scales = torch.empty(groups, rows, dtype=torch.float32, device=x.device)
+    if not rows:
+        return codes, scales.t()
+    height = min(triton.next_power_of_2(groups), 16)
+    dependent = has_dependent_launch(x.device)
+    _group(
+        (x.device, x.dtype, groups, size, aligned(x, codes, scales), rows % 16 == 0, rows == 1),
+        (rows, -(-groups // height)),
+        (x, codes, scales, rows, LARGEST, SMALLEST),
+        {"groups": groups, "height": height, "size": size, "PDL": dependent},
+        {"num_warps": 4, **launch_options(dependent)},
+    )
+    return codes, scales.t()
