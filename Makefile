@@ -47,8 +47,8 @@ fmt: $(READY)
 
 parity: $(READY)
 	$(BIN)/python -m pytest -p tests.parity_report --disable-warnings \
-		--deselect tests/modeling/test_parity_doc.py \
-		tests/modeling/parity_cells.py tests/modeling/test_parity*.py tests/modeling/test_mutants*.py
+		--deselect tests/modeling/parity/test_doc.py \
+		tests/modeling/parity/cells.py tests/modeling/parity
 	$(BIN)/python -m tests.modeling.models.sweep
 
 # Every causal class of the installed transformers beside transformers + PEFT: two minutes.

@@ -1,7 +1,7 @@
 """Every field of config.json for each family, decided: it counts, is idle, or is refused.
 
 The tables name every field of transformers' config classes and every key that transformers looks
-for besides. A new one fails tests/modeling/test_parity_config.py until it is decided.
+for besides. A new one fails tests/modeling/parity/test_config.py until it is decided.
 """
 
 from collections.abc import Callable, Mapping

@@ -10,7 +10,7 @@ import peft
 
 from modeling.adapters.peft.config import HARMLESS_INITS, IGNORED, REFUSED, SERVED
 from tests.modeling.kinds import KINDS, MODELS
-from tests.modeling.parity import WHOLE, Comparison, Setting
+from tests.modeling.parity.comparison import WHOLE, Comparison, Setting
 from tests.oracle import MIN_MARGIN, MIN_SHIFT, NUM_TOKENS, TOLERANCE
 
 KIND_WAYS = ("alone", "mixed", "in chunks", "preempted", "prefix hits")
@@ -124,12 +124,12 @@ ORACLE: Mapping[str, tuple[str, str]] = {
         "transformers has none: Mistral's, with the skips of the model's published code",
     ),
     "a folder whose config names the theta of a dynamic rope": (
-        "`test_parity_ropes.py`",
+        "`parity/test_ropes.py`",
         "transformers has no dynamic rope of a fixed length; the longest sequence is checked "
         "against the dynamic rope itself",
     ),
     "`PretrainedConfig.__getattribute__` records the keys that are read": (
-        "`test_parity_config.py`",
+        "`parity/test_config.py`",
         "to find keys without a decision; it returns the same value, and no numbers are compared",
     ),
     "half precision is `from_pretrained`'s `dtype`, or `.to` after PEFT has loaded": (

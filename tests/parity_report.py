@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.modeling.padded import PaddedWorld
-from tests.modeling.parity import Comparison, World
+from tests.modeling.parity.comparison import Comparison, World
 from tests.parity_page import Fault, Outcome, outcome_text, page
 
 PAGE = Path("docs/parity.md")

@@ -32,7 +32,7 @@ from scheduler.events import Ended, Ending
 from scheduler.request import Request
 from tests import eagle3, medusa
 from tests.checkpoints import load_oracle
-from tests.modeling.test_parity_speculation import Find
+from tests.modeling.parity.test_speculation import Find
 from tests.oracle import inner_states
 from tests.served import demo_app, demo_config, served
 

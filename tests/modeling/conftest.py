@@ -3,7 +3,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.modeling.parity import World
+from tests.modeling.parity.comparison import World
 from tests.ranks import run_in_memory, run_ranks
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from tests.checkpoints_generic import GENERIC_ADAPTERS, GENERIC_ENDS
 from tests.checkpoints_others import GPT2_ADAPTERS
-from tests.modeling.parity import ADAPTERS, VOCABULARY_ADAPTERS
+from tests.modeling.parity.comparison import ADAPTERS, VOCABULARY_ADAPTERS
 
 Model = tuple[str, str]
 
@@ -75,6 +75,6 @@ WHOLE_LINEARS: Mapping[Model, tuple[str, ...]] = {
 
 
 def once(suffix: str) -> list[tuple[str, str, int]]:
-    """Each family of a kind, its variant, and ranks: `parity_cells.py` tries all of them."""
+    """Each family of a kind, its variant, and ranks: `parity/cells.py` tries all of them."""
     ranks = {"llama": 4, "gpt2": 1, "generic": 2}
     return [(f"{family}_{suffix}", variant, ranks[family]) for family, variant in MODELS]

@@ -19,7 +19,7 @@ from sharding.group import SingleRank
 from tests.checkpoints import write_adapter
 from tests.checkpoints_others import GPT2_ADAPTERS, write_gpt2
 from tests.checkpoints_padded import ADAPTERS, write_padded
-from tests.modeling.parity import BASE, Record, Setting, judge
+from tests.modeling.parity.comparison import BASE, Record, Setting, judge
 from tests.modeling.stepping import Answer, Asked, generate
 from tests.oracle import NUM_TOKENS, Truth, prompt_truth
 

@@ -23,7 +23,7 @@ from tests.checkpoints import (
 )
 from tests.checkpoints_others import write_gpt2, write_gpt_neox, write_opt
 from tests.checkpoints_padded import write_padded
-from tests.modeling.parity import BLOCK_SIZE, NUM_BLOCKS, WHOLE, full_logprobs
+from tests.modeling.parity.comparison import BLOCK_SIZE, NUM_BLOCKS, WHOLE, full_logprobs
 from tests.modeling.stepping import Asked, generate
 
 SHORTEST, LONGEST = 5, 36

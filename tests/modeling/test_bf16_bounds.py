@@ -11,7 +11,7 @@ from modeling.runner.load_paged import load_paged
 from modeling.runner.paged import ModelRunner
 from sharding.group import SingleRank
 from tests.checkpoints import write_adapter
-from tests.modeling.parity import engine_config, place_all
+from tests.modeling.parity.comparison import engine_config, place_all
 from tests.modeling.teacher import (
     SYSTEMS,
     Errors,

@@ -22,7 +22,7 @@ from modeling.runner.loading import pick_device
 from modeling.runner.paged import ModelRunner
 from sharding.group import SingleRank, TensorParallel
 from tests.checkpoints import write_adapter
-from tests.modeling.parity import (
+from tests.modeling.parity.comparison import (
     BLOCK_SIZE,
     FLASH_ATTN_BLOCK_SIZE,
     NUM_BLOCKS,

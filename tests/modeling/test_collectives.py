@@ -15,7 +15,7 @@ from modeling.batch import ForwardBatch
 from modeling.runner.load_paged import load_paged
 from modeling.runner.paged import ModelRunner
 from sharding.group import TensorParallel
-from tests.modeling.parity import World, engine_config, place_all
+from tests.modeling.parity.comparison import World, engine_config, place_all
 from tests.ranks import run_in_memory, run_ranks
 from tests.sharding.views import CountedRanks
 

@@ -17,7 +17,7 @@ from modeling.runner.paged import ModelRunner
 from modeling.sampling import prompt_scores as prompts
 from sharding.group import SingleRank
 from tests.modeling.kinds import WHOLE_LINEARS
-from tests.modeling.parity import (
+from tests.modeling.parity.comparison import (
     ADAPTERS,
     BASE,
     VOCABULARY_ADAPTERS,

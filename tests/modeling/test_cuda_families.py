@@ -11,7 +11,7 @@ from configs.wire.sampling import Sampling
 from modeling.runner.load_paged import load_paged
 from modeling.runner.loading import pick_device
 from sharding.group import SingleRank
-from tests.modeling.parity import (
+from tests.modeling.parity.comparison import (
     BASE,
     BLOCK_SIZE,
     FLASH_ATTN_BLOCK_SIZE,

@@ -22,7 +22,7 @@ from modeling.runner.loading import pick_device
 from modeling.runner.paged import ModelRunner
 from sharding.group import SingleRank
 from tests.checkpoints_generic import MIXTURES
-from tests.modeling.parity import (
+from tests.modeling.parity.comparison import (
     BASE,
     BLOCK_SIZE,
     NUM_BLOCKS,

@@ -7,7 +7,7 @@ from configs.engine import Device
 from modeling.runner.load_paged import load_paged
 from modeling.runner.loading import pick_device
 from sharding.group import SingleRank
-from tests.modeling.parity import (
+from tests.modeling.parity.comparison import (
     BASE,
     BLOCK_SIZE,
     FAMILIES,

@@ -16,7 +16,7 @@ from configs.model import DType, ModelConfig
 from modeling.models.generic.experts import SPREAD_ON_GPUS
 from modeling.runner.load_paged import load_paged
 from sharding.group import TensorParallel
-from tests.modeling.parity import (
+from tests.modeling.parity.comparison import (
     BASE,
     BLOCK_SIZE,
     NUM_BLOCKS,

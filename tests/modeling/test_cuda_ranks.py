@@ -12,7 +12,7 @@ from configs.adapters import AdaptersConfig
 from configs.engine import AllReduce, AttentionKind, Device, EngineConfig
 from modeling.runner.load_paged import load_paged
 from sharding.group import SingleRank, TensorParallel
-from tests.modeling.parity import (
+from tests.modeling.parity.comparison import (
     BASE,
     BLOCK_SIZE,
     NUM_BLOCKS,

@@ -20,10 +20,10 @@ from scheduler import speculation
 from sharding.group import TensorParallel
 from tests.checkpoints import AdapterRecipe, write_adapter, write_llama
 from tests.modeling.no_waits import no_synchronisation
-from tests.modeling.parity import engine_config
+from tests.modeling.parity.comparison import engine_config
+from tests.modeling.parity.test_eagle3 import MOST, NUM_DRAFTS, Trained
 from tests.modeling.runner.test_graphs_cuda import WIDE
 from tests.modeling.test_medusa_cuda import answers
-from tests.modeling.test_parity_eagle3 import MOST, NUM_DRAFTS, Trained
 from tests.sharding.cuda_ranks import run_cuda_ranks
 
 pytestmark = pytest.mark.gpu

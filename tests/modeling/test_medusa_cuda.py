@@ -12,18 +12,18 @@ from modeling.runner.loading import pick_device
 from scheduler import speculation
 from sharding.group import SingleRank, TensorParallel
 from tests.checkpoints import AdapterRecipe, write_adapter, write_llama
-from tests.modeling.parity import engine_config
-from tests.modeling.runner.test_graphs_cuda import WIDE
-from tests.modeling.scheduled import generate_scheduled
-from tests.modeling.stepping import Answer
-from tests.modeling.test_parity_medusa import (
+from tests.modeling.parity.comparison import engine_config
+from tests.modeling.parity.test_medusa import (
     NUM_HEADS,
     WatchedRanks,
     check_guesses,
     with_heads,
     write_trained,
 )
-from tests.modeling.test_parity_speculation import REQUESTS
+from tests.modeling.parity.test_speculation import REQUESTS
+from tests.modeling.runner.test_graphs_cuda import WIDE
+from tests.modeling.scheduled import generate_scheduled
+from tests.modeling.stepping import Answer
 
 pytestmark = pytest.mark.gpu
 

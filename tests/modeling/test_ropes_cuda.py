@@ -23,11 +23,11 @@ from modeling.runner.loading import pick_device
 from modeling.runner.paged import ModelRunner
 from sharding.group import SingleRank
 from tests.checkpoints import ROPE_BORDER, write_adapter, write_llama
-from tests.modeling.parity import World, engine_config
+from tests.modeling.parity.comparison import World, engine_config
+from tests.modeling.parity.test_ropes import LENGTHS, LONGROPES, NAMES, RECOMPUTED
 from tests.modeling.runner.test_graphs_cuda import WIDE
 from tests.modeling.scheduled import MAX_RUNNING, Ranks, generate_scheduled
 from tests.modeling.stepping import Answer, Asked
-from tests.modeling.test_parity_ropes import LENGTHS, LONGROPES, NAMES, RECOMPUTED
 from tests.oracle import NUM_TOKENS, prompt_truth
 
 pytestmark = pytest.mark.gpu

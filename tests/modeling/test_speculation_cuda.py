@@ -24,11 +24,11 @@ from sharding.group import SingleRank
 from tests.checkpoints import write_adapter, write_llama
 from tests.fakes import EOS, token_id, write_tokenizer
 from tests.modeling import constrained
-from tests.modeling.parity import engine_config
+from tests.modeling.parity.comparison import engine_config
+from tests.modeling.parity.test_speculation import REQUESTS, informed
 from tests.modeling.runner.test_graphs_cuda import WIDE
 from tests.modeling.scheduled import Ranks, generate_scheduled
 from tests.modeling.stepping import Answer, Asked
-from tests.modeling.test_parity_speculation import REQUESTS, informed
 
 Run = Callable[..., GraphOutput | None]
 

@@ -17,11 +17,11 @@ from sharding.group import SingleRank, TensorParallel
 from tests.checkpoints import write_adapter, write_llama
 from tests.fakes import EOS, token_id, write_tokenizer
 from tests.modeling.constrained import NUM_TOKENS, PROMPTS, REQUESTS, SCHEMA
-from tests.modeling.parity import engine_config
+from tests.modeling.parity.comparison import engine_config
+from tests.modeling.parity.test_speculation import informed
 from tests.modeling.runner.test_cuda_graphs import capture_on_cpu
 from tests.modeling.scheduled import Ranks, generate_scheduled
 from tests.modeling.stepping import Asked
-from tests.modeling.test_parity_speculation import informed
 from tests.ranks import run_ranks
 
 pytest.importorskip("llguidance")
@@ -73,7 +73,7 @@ def test_drafts_change_no_token_of_a_constrained_answer(
 ) -> None:
     """Greedy, drawn and penalised, over adapters and without, behind a free part, to its end.
 
-    lost_at, sure, captured: as in test_parity_speculation. One matcher meets its limits: with
+    lost_at, sure, captured: as in parity/test_speculation.py. One matcher meets its limits: with
     drafts at the same token as without.
     """
     monkeypatch.setattr(speculation, "SURE", sure)

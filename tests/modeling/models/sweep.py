@@ -78,7 +78,7 @@ def sweep(root: Path, kind: str, variant: str = "plain", *, padded: bool = False
 
 def _judge(root: Path, model: Path, served: PagedServer | PaddedServer) -> Outcome:
     word = "padded" if isinstance(served, PaddedServer) else "paged"
-    # Experts and routers are parameters: test_parity_experts has them.
+    # Experts and routers are parameters: parity/test_experts.py has them.
     routers = _names(served, lambda kind: kind is ProjectionKind.ROUTER)
     maps = [name for name in linears(model) if name not in routers]
     inside = _names(served, lambda kind: not kind.of_vocabulary)

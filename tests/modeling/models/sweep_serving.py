@@ -13,7 +13,7 @@ from modeling.runner.load_paged import load_paged
 from sharding.group import SingleRank
 from tests.modeling.models.sweep_truth import NUM_TOKENS, VOCAB_SIZE, Prompt, prompts
 from tests.modeling.padded import generate_padded, padded_runner
-from tests.modeling.parity import (
+from tests.modeling.parity.comparison import (
     BLOCK_SIZE,
     Setting,
     answers_by_hand,

@@ -21,7 +21,13 @@ from sharding.group import SingleRank
 from tests.checkpoints import load_oracle, oracle_logits
 from tests.modeling.models.sweep_truth import VOCAB_SIZE, prompts
 from tests.modeling.models.tiny_causal import kinds, tiny_config, write_tiny
-from tests.modeling.parity import BLOCK_SIZE, NUM_BLOCKS, engine_config, full_logprobs, poison
+from tests.modeling.parity.comparison import (
+    BLOCK_SIZE,
+    NUM_BLOCKS,
+    engine_config,
+    full_logprobs,
+    poison,
+)
 from tests.modeling.stepping import Asked, generate
 from tests.ranks import MemoryRank, Table
 

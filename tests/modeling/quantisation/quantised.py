@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from configs.model import ModelConfig, Quantize
 from tests.checkpoints import load_oracle, oracle_answer
-from tests.modeling.parity import answers_by_hand, engine_config
+from tests.modeling.parity.comparison import answers_by_hand, engine_config
 from tests.modeling.stepping import Asked
 from tests.ranks import run_in_memory
 

@@ -21,7 +21,7 @@ from tests.checkpoints_experts import EXPERT_ADAPTERS
 from tests.checkpoints_generic import write_generic
 from tests.checkpoints_integers import write_awq, write_gptq
 from tests.checkpoints_quantised import write_packed
-from tests.modeling.parity import engine_config
+from tests.modeling.parity.comparison import engine_config
 from tests.modeling.quantisation.quantised import compare
 
 # PEFT looks for patterns of parameters among modules, and warns that it found none.

@@ -29,7 +29,7 @@ from modeling.runner.loading import pick_device
 from modeling.runner.paged import ModelRunner
 from sharding.group import SingleRank
 from tests.checkpoints import LINEARS, AdapterRecipe, write_adapter, write_llama
-from tests.modeling.parity import NUM_BLOCKS, engine_config, place_all
+from tests.modeling.parity.comparison import NUM_BLOCKS, engine_config, place_all
 from tests.modeling.teacher import TOGETHER, Errors, errors, forced_logprobs
 
 pytestmark = pytest.mark.gpu

@@ -20,7 +20,7 @@ from sharding.group import LoneRank, SingleRank
 from tests.checkpoints import load_oracle, write_adapter
 from tests.checkpoints_experts import EXPERT_ADAPTERS
 from tests.checkpoints_generic import randomise, write_generic
-from tests.modeling.parity import engine_config
+from tests.modeling.parity.comparison import engine_config
 from tests.modeling.quantisation.quantised import compare
 
 # PEFT looks for patterns of parameters among modules, and warns that it found none.

@@ -27,7 +27,7 @@ from sharding.loader import Weights
 from tests.checkpoints import AdapterRecipe, load_oracle, write_adapter, write_llama
 from tests.checkpoints_generic import write_generic
 from tests.checkpoints_integers import write_gptq
-from tests.modeling.parity import engine_config
+from tests.modeling.parity.comparison import engine_config
 from tests.modeling.quantisation.quantised import compare
 
 CHECKPOINTS = Path(__file__).parent / "checkpoints"

@@ -24,7 +24,7 @@ from tests.checkpoints_quantised import (
     write_fp8_blocks,
     write_several,
 )
-from tests.modeling.parity import engine_config
+from tests.modeling.parity.comparison import engine_config
 from tests.modeling.quantisation.quantised import (
     FP8,
     ROW_PARALLEL,

@@ -27,7 +27,7 @@ from modeling.runner.loading import load_model, pick_device
 from sharding.group import SingleRank
 from tests.checkpoints import AdapterRecipe, write_adapter
 from tests.checkpoints_generic import SHAPE, VOCAB_SIZE
-from tests.modeling.parity import NUM_BLOCKS, engine_config, place_all
+from tests.modeling.parity.comparison import NUM_BLOCKS, engine_config, place_all
 from tests.modeling.quantisation.stored_layers import LAYERS, NO_DELTAS, Deltas, Layer, dtype_of
 from tests.modeling.quantisation.test_models_cuda import as_blocks, as_gptq, bounded
 from tests.modeling.teacher import TOGETHER, errors, forced_logprobs

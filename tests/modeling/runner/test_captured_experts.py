@@ -24,7 +24,7 @@ from modeling.runner.paged import ModelRunner
 from sharding.group import SingleRank
 from tests.checkpoints import SHARED
 from tests.modeling.attention.triton.test_interpreted import Interpreted
-from tests.modeling.parity import World, engine_config, full_logprobs, place_all
+from tests.modeling.parity.comparison import World, engine_config, full_logprobs, place_all
 from tests.modeling.runner.test_cuda_graphs import CPU, LateAdapters, capture_on_cpu, requests
 from tests.modeling.stepping import generate
 

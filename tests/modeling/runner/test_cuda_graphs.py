@@ -41,7 +41,7 @@ from modeling.runner.input_batch import InputBatch, StepLayout
 from modeling.runner.load_paged import load_paged
 from modeling.runner.paged import ModelRunner
 from sharding.group import SingleRank
-from tests.modeling.parity import World, engine_config, place_all
+from tests.modeling.parity.comparison import World, engine_config, place_all
 from tests.modeling.stepping import Asked, generate
 
 CPU = torch.device("cpu")

@@ -21,7 +21,7 @@ from sharding.group import SingleRank
 from sharding.loader import Weights
 from tests.checkpoints import write_llama
 from tests.checkpoints_generic import write_generic
-from tests.modeling.parity import engine_config
+from tests.modeling.parity.comparison import engine_config
 
 DTYPE = torch.bfloat16
 CPU = torch.device("cpu")

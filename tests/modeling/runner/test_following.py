@@ -22,8 +22,8 @@ from modeling.runner.guesses import GuessedRows, right_samples
 from modeling.runner.load_paged import load_paged
 from modeling.runner.paged import ModelRunner
 from sharding.group import SingleRank, TensorParallel
-from tests.modeling.parity import BLOCK_SIZE, World
-from tests.modeling.test_parity_medusa import CPU, with_heads, write_heads
+from tests.modeling.parity.comparison import BLOCK_SIZE, World
+from tests.modeling.parity.test_medusa import CPU, with_heads, write_heads
 from tests.ranks import run_in_memory
 
 COUNT, NUM_STEPS = 2, 20

@@ -23,7 +23,13 @@ from modeling.runner.paged import ModelRunner
 from sharding.checkpoint import CheckpointError
 from sharding.group import SingleRank, TensorParallel
 from tests.checkpoints import write_adapter
-from tests.modeling.parity import BLOCK_SIZE, NUM_BLOCKS, engine_config, place_all, poison
+from tests.modeling.parity.comparison import (
+    BLOCK_SIZE,
+    NUM_BLOCKS,
+    engine_config,
+    place_all,
+    poison,
+)
 from tests.modeling.stepping import Answer, Asked, generate
 from tests.modeling.teacher import (
     SYSTEMS,

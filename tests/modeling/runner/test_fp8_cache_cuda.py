@@ -14,7 +14,7 @@ from modeling.runner.load_paged import LoadedPaged, load_paged
 from modeling.runner.loading import pick_device
 from sharding.group import SingleRank
 from tests.checkpoints import write_adapter
-from tests.modeling.parity import BLOCK_SIZE, NUM_BLOCKS, engine_config, place_all
+from tests.modeling.parity.comparison import BLOCK_SIZE, NUM_BLOCKS, engine_config, place_all
 from tests.modeling.runner.test_fp8_cache import PAGED, VOCAB_SIZE, within_bound
 from tests.modeling.teacher import (
     SYSTEMS,

@@ -23,7 +23,7 @@ from modeling.runner.paged import ModelRunner
 from sharding.group import SingleRank
 from tests.checkpoints import write_adapter, write_llama
 from tests.modeling.no_waits import no_synchronisation
-from tests.modeling.parity import FAMILIES, engine_config, place_all
+from tests.modeling.parity.comparison import FAMILIES, engine_config, place_all
 from tests.modeling.runner.test_cuda_graphs import BLOCK_SIZE, NUM_BLOCKS, requests
 from tests.modeling.stepping import Answer, Asked, BlockPile, generate
 

@@ -16,7 +16,7 @@ from modeling.runner import load_paged
 from sharding.group import SingleRank
 from tests.modeling.adapters.kernels.test_interpreted import FORM
 from tests.modeling.attention.triton.test_interpreted import Interpreted
-from tests.modeling.parity import (
+from tests.modeling.parity.comparison import (
     BLOCK_SIZE,
     NUM_BLOCKS,
     World,

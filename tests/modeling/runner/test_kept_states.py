@@ -15,7 +15,7 @@ from modeling.runner.paged import ModelRunner
 from modeling.runner.report import RunnerReport
 from sharding.group import SingleRank, TensorParallel
 from tests.modeling import scheduled
-from tests.modeling.parity import World, engine_config
+from tests.modeling.parity.comparison import World, engine_config
 from tests.modeling.runner.test_cuda_graphs import BLOCK_SIZE, CPU, NUM_BLOCKS
 from tests.modeling.runner.test_recurrent_graphs import TYPES, ready
 from tests.modeling.scheduled import WHOLE, Ranks

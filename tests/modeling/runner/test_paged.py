@@ -19,7 +19,7 @@ from modeling.runner.loading import pick_device
 from modeling.runner.paged import ModelRunner
 from modeling.runner.report import RunnerReport
 from sharding.group import SingleRank, TensorParallel
-from tests.modeling.parity import BLOCK_SIZE, NUM_BLOCKS, World, engine_config, place_all
+from tests.modeling.parity.comparison import BLOCK_SIZE, NUM_BLOCKS, World, engine_config, place_all
 from tests.modeling.stepping import Answer, Asked, generate
 from tests.ranks import run_ranks
 

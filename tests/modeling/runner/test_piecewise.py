@@ -24,7 +24,7 @@ from modeling.runner.load_paged import load_paged
 from modeling.runner.paged import ModelRunner
 from modeling.runner.piecewise import TOKENS, PiecewiseGraphs, PiecewiseParts, piecewise_sizes
 from sharding.group import SingleRank
-from tests.modeling.parity import FAMILIES, World, engine_config, place_all
+from tests.modeling.parity.comparison import FAMILIES, World, engine_config, place_all
 from tests.modeling.runner.test_cuda_graphs import BLOCK_SIZE, CPU, NUM_BLOCKS, requests
 from tests.modeling.stepping import Asked, generate
 

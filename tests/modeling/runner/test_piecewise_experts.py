@@ -9,7 +9,7 @@ from torch import Tensor
 from configs.wire.sampling import Sampling
 from modeling.adapters.product import AdapterData, ExpertDeltas, OutputSlice
 from modeling.models.generic import experts
-from tests.modeling.parity import World, full_logprobs
+from tests.modeling.parity.comparison import World, full_logprobs
 from tests.modeling.runner.test_captured_experts import (
     BLOCK_SIZE,
     NUM_BLOCKS,

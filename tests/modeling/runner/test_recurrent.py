@@ -16,7 +16,7 @@ from modeling.runner.paged import ModelRunner
 from modeling.runner.state_rows import state_rows
 from sharding.group import SingleRank
 from tests.checkpoints_generic import VOCAB_SIZE, write_generic
-from tests.modeling.parity import BLOCK_SIZE, NUM_BLOCKS, engine_config, full_logprobs
+from tests.modeling.parity.comparison import BLOCK_SIZE, NUM_BLOCKS, engine_config, full_logprobs
 from tests.modeling.stepping import Asked, generate
 
 PROMPT = [5, 17, 2, 80, 33, 5, 61, 9, 44]

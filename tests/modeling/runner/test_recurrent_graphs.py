@@ -26,7 +26,7 @@ from modeling.runner.load_paged import load_paged
 from modeling.runner.paged import ModelRunner
 from sharding.group import SingleRank, TensorParallel
 from tests.modeling.models.tiny_causal import kinds
-from tests.modeling.parity import World, engine_config, place_all, poison
+from tests.modeling.parity.comparison import World, engine_config, place_all, poison
 from tests.modeling.runner.test_cuda_graphs import (
     BLOCK_SIZE,
     CPU,

@@ -15,7 +15,7 @@ from modeling.runner.paged import ModelRunner
 from modeling.runner.piecewise import PiecewiseGraphs
 from tests.checkpoints import write_llama
 from tests.modeling.no_waits import no_synchronisation
-from tests.modeling.parity import place_all
+from tests.modeling.parity.comparison import place_all
 from tests.modeling.runner.test_cuda_graphs import BLOCK_SIZE, NUM_BLOCKS, requests
 from tests.modeling.runner.test_graphs_cuda import (
     ENDS,

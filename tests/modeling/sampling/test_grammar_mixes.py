@@ -36,7 +36,7 @@ from tests.modeling.constrained import (
     WEIGHED,
 )
 from tests.modeling.padded import generate_padded, padded_runner
-from tests.modeling.parity import BLOCK_SIZE, NUM_BLOCKS, WHOLE, engine_config, place_all
+from tests.modeling.parity.comparison import BLOCK_SIZE, NUM_BLOCKS, WHOLE, engine_config, place_all
 from tests.modeling.runner.test_cuda_graphs import capture_on_cpu
 from tests.modeling.stepping import Asked, generate
 from tests.ranks import run_ranks

@@ -23,7 +23,7 @@ from modeling.transfer import HostCopy
 from sharding.group import SingleRank
 from tests.checkpoints import write_llama
 from tests.fakes import EOS, byte_level_tokenizer, token_id, write_tokenizer
-from tests.modeling.parity import BLOCK_SIZE, NUM_BLOCKS, engine_config
+from tests.modeling.parity.comparison import BLOCK_SIZE, NUM_BLOCKS, engine_config
 from tests.modeling.stepping import Asked, generate
 
 pytest.importorskip("llguidance")

@@ -21,7 +21,14 @@ from modeling.runner.paged import ModelRunner
 from modeling.sampling.noise import exponential_noise, noise_keys
 from sharding.group import SingleRank, TensorParallel
 from tests.checkpoints import load_adapted_oracle, load_oracle, oracle_logits
-from tests.modeling.parity import BLOCK_SIZE, NUM_BLOCKS, WHOLE, World, engine_config, place_all
+from tests.modeling.parity.comparison import (
+    BLOCK_SIZE,
+    NUM_BLOCKS,
+    WHOLE,
+    World,
+    engine_config,
+    place_all,
+)
 from tests.modeling.runner.test_cuda_graphs import capture_on_cpu
 from tests.modeling.sampling.plain import PlainRow, plain_adjusted, plain_kept
 from tests.modeling.stepping import Asked, generate

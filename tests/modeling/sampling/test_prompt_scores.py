@@ -14,7 +14,7 @@ from modeling.runner.load_paged import load_paged
 from modeling.sampling import prompt_scores as prompts
 from sharding.group import SingleRank, TensorParallel
 from tests.checkpoints import LLAMA
-from tests.modeling.parity import (
+from tests.modeling.parity.comparison import (
     BASE,
     BLOCK_SIZE,
     NUM_BLOCKS,

@@ -13,7 +13,7 @@ from modeling.runner.load_paged import load_paged
 from modeling.runner.paged import ModelRunner
 from sharding.group import SingleRank, TensorParallel
 from tests.modeling.padded import PaddedWorld, generate_padded, padded_runner
-from tests.modeling.parity import BLOCK_SIZE, NUM_BLOCKS, World, engine_config
+from tests.modeling.parity.comparison import BLOCK_SIZE, NUM_BLOCKS, World, engine_config
 from tests.modeling.runner.test_cuda_graphs import capture_on_cpu
 from tests.modeling.stepping import Asked, generate
 from tests.ranks import run_ranks

@@ -20,7 +20,7 @@ from scheduler.drafts import Drafter
 from scheduler.events import Ended, Ending
 from scheduler.request import Request
 from scheduler.scheduler import Scheduler
-from tests.modeling.test_parity_speculation import informed
+from tests.modeling.parity.test_speculation import informed
 from tests.served import demo_app, demo_config, served
 
 pytest.importorskip("llguidance")

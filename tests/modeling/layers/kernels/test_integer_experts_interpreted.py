@@ -21,7 +21,7 @@ from sharding.group import LoneRank
 from tests.checkpoints_generic import write_generic
 from tests.checkpoints_integers import write_awq, write_gptq
 from tests.modeling.attention.triton.test_interpreted import Interpreted
-from tests.modeling.parity import engine_config
+from tests.modeling.parity.comparison import engine_config
 from tests.modeling.quantisation.stored_layers import integer_weights
 
 pytestmark = pytest.mark.skipif(

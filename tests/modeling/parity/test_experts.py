@@ -26,7 +26,14 @@ from sharding.tensor_file import TensorFile
 from tests.checkpoints import load_oracle, oracle_logits
 from tests.checkpoints_experts import WIDER
 from tests.checkpoints_generic import MIXTURES, write_generic
-from tests.modeling.parity import BASE, Setting, World, compare, engine_config, expect_mismatch
+from tests.modeling.parity.comparison import (
+    BASE,
+    Setting,
+    World,
+    compare,
+    engine_config,
+    expect_mismatch,
+)
 
 # PEFT looks for patterns of parameters among modules, and warns that it found none.
 pytestmark = pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.modeling.parity import BASE, RANKS, Setting, World, compare
-from tests.modeling.test_parity_vocabulary import NAMES
+from tests.modeling.parity.comparison import BASE, RANKS, Setting, World, compare
+from tests.modeling.parity.test_vocabulary import NAMES
 
 pytestmark = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
 

@@ -25,7 +25,7 @@ from modeling.runner.paged import ModelRunner
 from sharding.group import SingleRank
 from tests.checkpoints import AdapterRecipe, write_adapter
 from tests.modeling.merges import fetched
-from tests.modeling.parity import (
+from tests.modeling.parity.comparison import (
     BASE,
     BLOCK_SIZE,
     FAMILIES,

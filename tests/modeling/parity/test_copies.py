@@ -16,7 +16,15 @@ from modeling.runner.load_paged import load_paged
 from sharding.group import TensorParallel
 from tests.checkpoints import AdapterRecipe, write_adapter
 from tests.modeling.padded import PaddedWorld, compare_padded, padded_runner
-from tests.modeling.parity import BASE, COPIES, WHOLE, Setting, World, compare, engine_config
+from tests.modeling.parity.comparison import (
+    BASE,
+    COPIES,
+    WHOLE,
+    Setting,
+    World,
+    compare,
+    engine_config,
+)
 from tests.ranks import run_in_memory
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

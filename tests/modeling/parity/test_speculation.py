@@ -13,7 +13,7 @@ from modeling.runner.paged import ModelRunner
 from scheduler import speculation
 from scheduler.drafts import Drafter
 from sharding.group import TensorParallel
-from tests.modeling.parity import BLOCK_SIZE, FAMILIES, World, engine_config
+from tests.modeling.parity.comparison import BLOCK_SIZE, FAMILIES, World, engine_config
 from tests.modeling.runner.test_cuda_graphs import capture_on_cpu
 from tests.modeling.scheduled import Ranks, generate_scheduled
 from tests.modeling.stepping import Answer, Asked

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from tests.checkpoints_stacks import STACKS
-from tests.modeling import test_parity_activated as activated
-from tests.modeling import test_parity_experts as experts
-from tests.modeling import test_parity_generic as generic
-from tests.modeling import test_parity_scores as scores
 from tests.modeling.kinds import KINDS, MODELS, WHOLE_LINEARS, Model
-from tests.modeling.parity import BASE, WHOLE, Setting, World, compare
+from tests.modeling.parity import test_activated as activated
+from tests.modeling.parity import test_experts as experts
+from tests.modeling.parity import test_generic as generic
+from tests.modeling.parity import test_scores as scores
+from tests.modeling.parity.comparison import BASE, WHOLE, Setting, World, compare
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # PEFT's, of what it trains
 

@@ -13,7 +13,7 @@ from modeling.models.generic.recurrent import KINDS, RecurrentLayers
 from modeling.runner import state_rows
 from modeling.runner.cuda_graphs import DecodeGraphs, PaddedStep
 from modeling.runner.input_batch import StepLayout
-from tests.modeling.parity import BASE, Setting, World, compare, expect_mismatch
+from tests.modeling.parity.comparison import BASE, Setting, World, compare, expect_mismatch
 from tests.modeling.runner.test_recurrent_graphs import replay
 
 DELTA_NET = Setting("generic", "qwen3_5_text", 1, [BASE, "r8"])

@@ -19,7 +19,7 @@ from modeling.adapters.token_rows import groups_of
 from modeling.runner.adapter_check import adaptable
 from tests.checkpoints import AdapterRecipe, write_adapter
 from tests.modeling.kinds import once
-from tests.modeling.parity import (
+from tests.modeling.parity.comparison import (
     BASE,
     WHOLE,
     Setting,

@@ -13,7 +13,7 @@ from modeling.adapters.projection import BaseLinear, ModulePosition, Projection
 from modeling.adapters.row_norms import RowNorms
 from modeling.adapters.stacks import LoraStack
 from tests.modeling.kinds import once
-from tests.modeling.parity import BASE, WHOLE, Setting, World, compare, expect_mismatch
+from tests.modeling.parity.comparison import BASE, WHOLE, Setting, World, compare, expect_mismatch
 
 OTHERS = [
     ("llama_dora", "biases"),

@@ -3,7 +3,7 @@ import re
 from pathlib import Path
 
 from modeling.adapters.peft.config import HARMLESS_INITS
-from tests.modeling.parity import BASE, WHOLE, Comparison, Setting
+from tests.modeling.parity.comparison import BASE, WHOLE, Comparison, Setting
 from tests.parity_page import (
     Fault,
     Outcome,
@@ -15,7 +15,7 @@ from tests.parity_page import (
     undecided_fields,
 )
 
-PAGE = Path(__file__).parents[2] / "docs" / "parity.md"
+PAGE = Path(__file__).parents[3] / "docs" / "parity.md"
 _ORACLES = ("transformers", "peft")
 
 
@@ -37,7 +37,7 @@ def test_the_page_lists_all_that_is_done_to_the_oracle() -> None:
 def test_nothing_else_is_done_to_the_oracle() -> None:
     """All that a test sets on objects of transformers or PEFT is in the page's table."""
     found = set()
-    for path in Path(__file__).parents[1].rglob("*.py"):
+    for path in Path(__file__).parents[2].rglob("*.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         theirs = {
             alias.asname or alias.name
@@ -50,7 +50,7 @@ def test_nothing_else_is_done_to_the_oracle() -> None:
     # The second file's tests are about packages that are not installed, and compare no numbers; the
     # third's has a layer wait, and compares our own steps.
     assert found == {
-        ("test_parity_config.py", "PretrainedConfig"),
+        ("test_config.py", "PretrainedConfig"),
         ("test_padded_loading.py", "AutoModelForCausalLM"),
         ("test_padded_loading.py", "AutoConfig"),
         ("test_cuda_generic.py", "Lfm2ShortConv"),

@@ -27,7 +27,7 @@ from sharding.checkpoint import CheckpointError
 from sharding.group import TensorParallel
 from sharding.slicing import Segments
 from tests.checkpoints import WINDOW, load_oracle, oracle_greedy, write_relative
-from tests.modeling.parity import (
+from tests.modeling.parity.comparison import (
     BASE,
     BLOCK_SIZE,
     NUM_BLOCKS,

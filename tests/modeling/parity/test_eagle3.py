@@ -36,12 +36,12 @@ from tests.checkpoints import (
 )
 from tests.checkpoints_generic import write_generic
 from tests.checkpoints_others import write_gpt2
-from tests.modeling.parity import BLOCK_SIZE, engine_config
+from tests.modeling.parity.comparison import BLOCK_SIZE, engine_config
+from tests.modeling.parity.test_medusa import WatchedRanks, guessed
+from tests.modeling.parity.test_speculation import NUM_TOKENS, REQUESTS
 from tests.modeling.runner.test_cuda_graphs import CapturedSdpa, capture_on_cpu
 from tests.modeling.scheduled import generate_scheduled
 from tests.modeling.stepping import Answer
-from tests.modeling.test_parity_medusa import WatchedRanks, guessed
-from tests.modeling.test_parity_speculation import NUM_TOKENS, REQUESTS
 from tests.oracle import inner_states
 from tests.ranks import run_in_memory, run_ranks
 

@@ -23,7 +23,7 @@ from modeling.runner.load_paged import load_paged
 from sharding.group import SingleRank
 from tests.checkpoints import load_oracle, write_llama
 from tests.checkpoints_others import write_gpt2
-from tests.modeling.parity import (
+from tests.modeling.parity.comparison import (
     BLOCK_SIZE,
     NUM_BLOCKS,
     engine_config,
@@ -125,7 +125,7 @@ UNTRIED = {
     "peft_version": "PEFT sets it",
     "r": "every adapter has one",
     "megatron_config": "needs Megatron",
-    "alora_invocation_tokens": "tests/modeling/test_parity_activated.py",
+    "alora_invocation_tokens": "tests/modeling/parity/test_activated.py",
     "arrow_config": "PEFT refuses it without adapters to route to",
 }
 

@@ -29,7 +29,7 @@ from tests.checkpoints_others import (
     OPT_VARIANTS,
     write_gpt_neox,
 )
-from tests.modeling.parity import (
+from tests.modeling.parity.comparison import (
     BASE,
     BLOCK_SIZE,
     NUM_BLOCKS,

@@ -7,7 +7,7 @@ from configs.wire.sampling import Sampling
 from modeling.runner.load_paged import load_paged
 from modeling.runner.paged import ModelRunner
 from sharding.group import TensorParallel
-from tests.modeling.parity import BASE, BLOCK_SIZE, Setting, World, engine_config, judge
+from tests.modeling.parity.comparison import BASE, BLOCK_SIZE, Setting, World, engine_config, judge
 from tests.modeling.scheduled import Ranks
 from tests.modeling.stepping import Answer, Asked
 from tests.oracle import NUM_TOKENS, Truth, truth

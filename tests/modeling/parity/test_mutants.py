@@ -14,7 +14,7 @@ from modeling.runner.input_batch import InputBatch
 from modeling.sampling.sampler import SampledStep, sample_tokens
 from modeling.sampling.tensors import SamplingTensors
 from sharding.slicing import Segments, width
-from tests.modeling.parity import Setting, World, compare, expect_mismatch
+from tests.modeling.parity.comparison import Setting, World, compare, expect_mismatch
 
 ONE = Setting("llama", "gqa", 1, ["r8"])
 TWO = Setting("llama", "gqa", 1, ["r4", "r8"])

@@ -17,7 +17,7 @@ from tests.checkpoints_others import (
     write_gpt_neox,
     write_opt,
 )
-from tests.modeling.parity import (
+from tests.modeling.parity.comparison import (
     ADAPTERS,
     BASE,
     FAMILIES,

@@ -21,7 +21,7 @@ from modeling.runner.input_batch import InputBatch
 from sharding.embedding import ParallelHead
 from sharding.group import TensorParallel
 from sharding.slicing import Segments
-from tests.modeling.parity import BASE, Setting, World, compare, expect_mismatch
+from tests.modeling.parity.comparison import BASE, Setting, World, compare, expect_mismatch
 
 GEMMA2 = Setting("generic", "gemma2", 1, [BASE, "r8"])
 GEMMA2_CUT = Setting("generic", "gemma2", 2, [BASE, "r8"])

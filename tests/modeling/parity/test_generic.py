@@ -13,7 +13,7 @@ from modeling.runner.adapter_check import adaptable
 from tests.checkpoints import load_oracle, oracle_logits
 from tests.checkpoints_generic import GENERIC, MIXTURES
 from tests.checkpoints_stacks import IMAGE
-from tests.modeling.parity import (
+from tests.modeling.parity.comparison import (
     BASE,
     Setting,
     World,

@@ -27,11 +27,11 @@ from sharding.checkpoint import CheckpointError
 from sharding.group import SingleRank, TensorParallel
 from tests import medusa
 from tests.checkpoints import LLAMA, load_oracle
-from tests.modeling.parity import FAMILIES, World, engine_config
+from tests.modeling.parity.comparison import FAMILIES, World, engine_config
+from tests.modeling.parity.test_speculation import NUM_TOKENS, REQUESTS
 from tests.modeling.runner.test_cuda_graphs import capture_on_cpu
 from tests.modeling.scheduled import Ranks, generate_scheduled
 from tests.modeling.stepping import Answer
-from tests.modeling.test_parity_speculation import NUM_TOKENS, REQUESTS
 from tests.oracle import final_states
 from tests.ranks import run_in_memory, run_ranks
 

@@ -15,7 +15,7 @@ from tests.modeling.padded import (
     generate_padded,
     padded_runner,
 )
-from tests.modeling.parity import BASE, WHOLE, Setting
+from tests.modeling.parity.comparison import BASE, WHOLE, Setting
 from tests.modeling.stepping import Asked
 from tests.oracle import NUM_TOKENS
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.modeling.parity import ADAPTERS, BASE, RANKS, WHOLE, Setting, World, compare
+from tests.modeling.parity.comparison import ADAPTERS, BASE, RANKS, WHOLE, Setting, World, compare
 from tests.ranks import run_ranks
 
 MODELS = [

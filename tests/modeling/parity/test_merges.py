@@ -19,7 +19,7 @@ from modeling.adapters.peft.config import LoraPlan
 from modeling.runner.load_paged import load_paged
 from sharding.group import TensorParallel
 from tests.modeling.merges import fetched, write_merged, write_padded, write_part
-from tests.modeling.parity import (
+from tests.modeling.parity.comparison import (
     BLOCK_SIZE,
     NUM_BLOCKS,
     Comparison,

@@ -6,7 +6,14 @@ from torch import Tensor
 from modeling.adapters import vocabulary
 from modeling.adapters.token_rows import groups_of
 from sharding.embedding import VocabParallelEmbedding
-from tests.modeling.parity import BASE, FAMILIES, Setting, World, compare, expect_mismatch
+from tests.modeling.parity.comparison import (
+    BASE,
+    FAMILIES,
+    Setting,
+    World,
+    compare,
+    expect_mismatch,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

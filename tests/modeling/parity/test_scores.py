@@ -22,7 +22,7 @@ from tests.checkpoints_scores import (
     write_feature_adapter,
     write_score_adapter,
 )
-from tests.modeling.parity import (
+from tests.modeling.parity.comparison import (
     BASE,
     BLOCK_SIZE,
     NUM_BLOCKS,

@@ -14,7 +14,7 @@ from modeling.models.padded.adapters import RowAdapters
 from modeling.models.padded.batch import CausalLMBatch
 from modeling.runner.padded import PaddedAdapters
 from tests.modeling.padded import PaddedWorld, compare_padded
-from tests.modeling.parity import BASE, WHOLE, Mismatch, Setting
+from tests.modeling.parity.comparison import BASE, WHOLE, Mismatch, Setting
 
 MIXED = [BASE, "r4", "rows", "columns"]
 

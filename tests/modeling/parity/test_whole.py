@@ -17,7 +17,7 @@ from modeling.runner.adapter_check import adaptable, judge
 from tests.checkpoints import AdapterRecipe, write_adapter
 from tests.modeling.kinds import WHOLE_LINEARS as NAMES
 from tests.modeling.kinds import once
-from tests.modeling.parity import (
+from tests.modeling.parity.comparison import (
     BASE,
     WHOLE,
     Setting,

@@ -25,7 +25,7 @@ from modeling.runner.load_paged import load_paged
 from scheduler.kv.prefix_cache import PrefixKey
 from sharding.group import SingleRank, TensorParallel
 from tests.checkpoints import ROPE_BORDER, load_oracle, oracle_greedy, oracle_logits
-from tests.modeling.parity import (
+from tests.modeling.parity.comparison import (
     BASE,
     BLOCK_SIZE,
     NUM_BLOCKS,

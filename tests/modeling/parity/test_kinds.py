@@ -15,7 +15,7 @@ from modeling.adapters.token_rows import TokenRows
 from modeling.runner.adapter_check import adaptable
 from tests.checkpoints import AdapterRecipe, load_oracle, write_adapter
 from tests.modeling.kinds import once
-from tests.modeling.parity import (
+from tests.modeling.parity.comparison import (
     ADAPTERS,
     BASE,
     WHOLE,
@@ -25,7 +25,7 @@ from tests.modeling.parity import (
     engine_config,
     expect_mismatch,
 )
-from tests.modeling.test_parity_peft import check_served
+from tests.modeling.parity.test_peft import check_served
 
 # PEFT looks for patterns of parameters among modules, and warns that it found none.
 pytestmark = pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")

@@ -17,7 +17,7 @@ from modeling.runner.paged import ModelRunner
 from sharding.embedding import ParallelHead, VocabParallelEmbedding
 from sharding.group import SingleRank
 from tests.checkpoints import AdapterRecipe, write_adapter, write_llama
-from tests.modeling.parity import (
+from tests.modeling.parity.comparison import (
     BASE,
     Setting,
     World,
