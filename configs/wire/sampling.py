@@ -59,8 +59,8 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
     watermark: whether the output is watermarked.
     json_schema, grammar: the schema, or the grammar in llguidance's Lark, that the answer must
     fit; "" for none, and at most one of them.
-    free_until: tokens after which the schema or grammar begins; () for the first token. Until then
-    only the tokens that end an answer are excluded.
+    free_until: tokens after which the schema or grammar begins, others may come before the last;
+    () for the first token. Until then only the tokens that end an answer are excluded.
     free_from: the answer is free only if this is its first token, which the schema or grammar need
     not allow; -1: in any case.
     Then, unless temperature is 0 (greedy):

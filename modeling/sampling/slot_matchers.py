@@ -46,13 +46,14 @@ class FreeText:
     """The part of an answer before its constraint begins: a model's reasoning.
 
     begin: the answer has such a part only if this is its first token; -1: in any case.
-    end: the tokens that end it.
+    end: the tokens that end it; others may come before the last of them.
     """
 
     def __init__(self, begin: int, end: tuple[int, ...]) -> None:
         self.begin = begin
-        self._end = end
+        *self._header, self._last = end
         self._newest: list[int] = []
+        self._ends = not self._header  # All that is missing is the last token.
 
     def rest(self, tokens: list[int]) -> list[int] | None:
         """Add tokens; returns those after this part, None while it lasts."""
@@ -61,9 +62,12 @@ class FreeText:
                 return tokens
             self.begin = -1
         for index, token in enumerate(tokens):
-            self._newest = [*self._newest, token][-len(self._end) :]
-            if tuple(self._newest) == self._end:
-                return tokens[index + 1 :]
+            if self._ends:
+                if token == self._last:
+                    return tokens[index + 1 :]
+            else:
+                self._newest = [*self._newest, token][-len(self._header) :]
+                self._ends = self._newest == self._header
         return None
 
     def masked(self, drafts: tuple[int, ...]) -> tuple[range, list[Masked]]:

@@ -66,7 +66,8 @@ async def free_part(
         if not format.markers <= ids.keys():
             return None
         final = await tokenizer.encode("final", add_special_tokens=False)
-        # Whatever comes before the message to the user: reasoning, or nothing.
+        # Whatever comes before the message to the user: reasoning, or nothing. Its header may name
+        # a format before the last mark.
         return FreePart(end=(ids["<|channel|>"], *final, ids["<|message|>"]))
     if format.end not in ids:
         return None

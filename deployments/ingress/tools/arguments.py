@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from deployments.ingress.text.stops import begun_length
-from deployments.ingress.tools.formats import ArgumentStyle, CallFormat, Tags
+from deployments.ingress.tools.formats import ArgumentStyle, CallFormat
 from deployments.ingress.tools.values import json_text, value_of
 
 # Outside of strings JSON has no "<": there the model went on without closing its brackets.
@@ -20,6 +20,11 @@ _DEPTH = {"{": 1, "[": 1, "(": 1, "}": -1, "]": -1, ")": -1}
 # The longest opening of an argument; longer ones are none.
 _MAX_OPENING = 1024
 _LITERALS = {"true": True, "false": False, "null": None}
+# Schemas of values whose opening says whether they are strings.
+_BY_STRING = {
+    "true": {"type": "string"},
+    "false": {"type": ["number", "boolean", "null", "object", "array"]},
+}
 
 
 class ArgumentsReader(Protocol):
@@ -80,11 +85,14 @@ class JsonArguments:
 class TaggedArguments:
     """Each argument between tags; its value is read by the function's schema."""
 
-    def __init__(self, tags: Tags, properties: Mapping[str, Any]) -> None:
-        self._tags = tags
+    def __init__(self, format: CallFormat, properties: Mapping[str, Any]) -> None:
+        self._tags = tags = format.tags
+        # Without the end of its arguments, a call ends before the end of its block or a next call.
+        self._ends = {tags.end, format.end, *format.begins} - {""}
         self._opening = re.compile(tags.opening)
         self._properties = properties
         self._name: str | None = None
+        self._schema: Any = None
         self._value: list[str] = []
         self._before = "{"  # What precedes the next argument.
 
@@ -108,18 +116,21 @@ class TaggedArguments:
     def _between(self, text: str) -> tuple[str, bool, bool]:
         """Before an argument: the rest, whether an argument begins, whether the call ends."""
         begin, end = self._tags.begin, self._tags.end
+        ends = [at for mark in self._ends if (at := text.find(mark)) >= 0]
         # An opening ends with ">"; without one, each new piece would be searched for nothing.
         found = self._opening.search(text) if ">" in text else None
-        at = text.find(end)
+        at = min(ends, default=-1)
         if found is not None and (at < 0 or found.start() < at):
             self._name = found[1]
+            named = _BY_STRING.get(found.groupdict().get("string") or "")
+            self._schema = named or self._properties.get(found[1])
             return text[found.end() :], True, False
         if at >= 0:
-            return text[at + len(end) :], False, True
+            return text[at:].removeprefix(end), False, True
         last = text.rfind(begin)
         if last >= 0 and len(text) - last < _MAX_OPENING:
             return text[last:], False, False
-        undecided = max(begun_length(text, mark) for mark in (begin, end))
+        undecided = max(begun_length(text, mark) for mark in (begin, *self._ends))
         return text[len(text) - undecided :], False, False
 
     def _argument(self) -> str:
@@ -129,8 +140,7 @@ class TaggedArguments:
             raw = raw.removeprefix("\n").removesuffix("\n")
         self._name, self._value = None, []
         before, self._before = self._before, ", "
-        value = json_text(value_of(raw, self._properties.get(name)))
-        return f"{before}{json_text(name)}: {value}"
+        return f"{before}{json_text(name)}: {json_text(value_of(raw, self._schema))}"
 
     def _end(self) -> str:
         return "{}" if self._before == "{" else "}"
@@ -196,7 +206,7 @@ class EscapedArguments:
 def arguments_reader(format: CallFormat, properties: Mapping[str, Any]) -> ArgumentsReader:
     """The reader of a named call's arguments; properties: their schemas by name."""
     if format.style is ArgumentStyle.TAGGED:
-        return TaggedArguments(format.tags, properties)
+        return TaggedArguments(format, properties)
     return (
         EscapedArguments(format.quote) if format.style is ArgumentStyle.ESCAPED else JsonArguments()
     )

@@ -26,7 +26,8 @@ class Tags(NamedTuple):
     """The tags of TAGGED arguments.
 
     begin: the text with which the opening of one begins. opening: all of it, a pattern with the
-    name as its group. close: after the value. end: after the last argument.
+    name as its group; its group `string` says whether the value is a string, else the schema does.
+    close: after the value. end: after the last argument.
     trims: a line break at each end of a value belongs to the tags.
     """
 
@@ -87,18 +88,21 @@ def _tokens(tags: Tags) -> tuple[str, ...]:
     return (tags.begin, tags.close, tags.end)
 
 
-def _tagged(tag: str, name: str, begin: str, end: str) -> CallFormat:
-    """A format whose functions and parameters are tags with a name, e.g. `<function=NAME>`."""
-    function, parameter = (f"<{tag}{kind}" for kind in name.split())
-    opening = rf'{parameter}[= ](?:name=)?"?([^<>"]{{1,256}})"?(?: [^<>]{{0,64}})?>'
-    close, after = (mark.split("=")[0].split(" ")[0] for mark in (parameter, function))
+def _tagged(function: str, parameter: str, begin: str, end: str, trims: bool = True) -> CallFormat:
+    """A format whose functions and parameters are tags with a name, e.g. `<function=NAME>`.
+
+    A block may have several calls, so each function's tag is a marker too.
+    function, parameter: the text of such a tag up to the name.
+    """
+    note = r'(?: string="(?P<string>true|false)"| [^<>]{0,64})?'
+    close, after = (f"</{mark[1:].split(' ')[0].rstrip('=')}>" for mark in (parameter, function))
     return CallFormat(
-        (begin,),
+        (begin, function),
         end,
-        head=rf'{function}[= ](?:name=)?"?NAME"?>',
+        head=rf'(?:{function})?"?NAME"?>',
         stop=">",
         style=ArgumentStyle.TAGGED,
-        tags=Tags(parameter, opening, f"</{close[1:]}>", f"</{after[1:]}>"),
+        tags=Tags(parameter, rf'{parameter}"?([^<>"]{{1,256}})"?{note}>', close, after, trims),
     )
 
 
@@ -127,13 +131,17 @@ FORMATS = {
         constrained=True,
     ),
     ToolParser.GRANITE: CallFormat(("<|tool_call|>", "<tool_call>"), "</tool_call>"),
-    ToolParser.QWEN3_CODER: _tagged("", "function parameter", "<tool_call>", "</tool_call>"),
-    ToolParser.SEED: _tagged("", "function parameter", "<seed:tool_call>", "</seed:tool_call>"),
+    ToolParser.QWEN3_CODER: _tagged("<function=", "<parameter=", "<tool_call>", "</tool_call>"),
+    ToolParser.SEED: _tagged("<function=", "<parameter=", "<seed:tool_call>", "</seed:tool_call>"),
     ToolParser.MINIMAX: _tagged(
-        "", "invoke parameter", "<minimax:tool_call>", "</minimax:tool_call>"
+        "<invoke name=", "<parameter name=", "<minimax:tool_call>", "</minimax:tool_call>"
     ),
     ToolParser.DEEPSEEK_V32: _tagged(
-        "｜DSML｜", "invoke parameter", "<｜DSML｜function_calls>", "</｜DSML｜function_calls>"
+        "<｜DSML｜invoke name=",
+        "<｜DSML｜parameter name=",
+        "<｜DSML｜function_calls>",
+        "</｜DSML｜function_calls>",
+        trims=False,
     ),
     ToolParser.GLM: CallFormat(
         ("<tool_call>",),

@@ -90,7 +90,7 @@ def tooling(
     if format.constrained or not (strict or constrained):
         return ToolFormat(toolbox, format, written, past_calls)
     hermes = FORMATS[ToolParser.HERMES]
-    if format.begins == hermes.begins:  # The mask makes the model go on with an object.
+    if format.begins[:1] == hermes.begins:  # The mask makes the model go on with an object.
         return ToolFormat(toolbox, hermes, written, past_calls)
     kind = "strict functions" if strict else "a format of the answer"
     message = f"{kind} beside calls that may be made cannot be served in this model's format"

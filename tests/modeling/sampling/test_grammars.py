@@ -136,8 +136,8 @@ def test_an_answer_is_free_until_its_reasoning_ends(tmp_path: Path) -> None:
     assert eos not in anything
     assert len(anything) >= ranks.vocab_size - 1
     assert either == sorted([*fits, begin])
-    # Ends of reasoning that are cut by steps, and one that only looks like it.
-    for pair in [(begin, begin), (end[0], end[0]), (end[0], end[0]), (end[1], quote[0])]:
+    # Ends of reasoning that are cut by steps, one with a token between, and one that only looks so.
+    for pair in [(end[1], begin), (end[0], end[0]), (quote[0], end[0]), (end[1], quote[0])]:
         assert allowed()[0] == anything
         ranks.grammars.advance([0, 1], torch.tensor(pair))
     constrained, other = allowed()

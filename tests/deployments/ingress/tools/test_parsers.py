@@ -80,6 +80,10 @@ NEXT = {
                       "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>"),
     ToolParser.PYTHONIC: ("]<|python_end|>", ", get()]"),
     ToolParser.GRANITE: ("]", ', {"name": "get", "arguments": {}}]'),
+    ToolParser.MINIMAX: ("</minimax:tool_call>", '<invoke name="get">\n</invoke>\n'
+                         "</minimax:tool_call>"),
+    ToolParser.DEEPSEEK_V32: ("</｜DSML｜function_calls>", '<｜DSML｜invoke name="get">\n'
+                              "</｜DSML｜invoke>\n</｜DSML｜function_calls>"),
 }  # fmt: skip
 """What a second call without arguments replaces, and how it is written; else it is a block more."""
 
@@ -123,6 +127,44 @@ def test_as_transformers_parses_it(parser: ToolParser, town: str) -> None:
     theirs = parse_response(text, template, prefix="", tools=tools)["tool_calls"][0]["function"]
     [(name, arguments)] = read(FORMATS[parser], text)[1]
     assert (name, json.loads(arguments)) == (theirs["name"], theirs["arguments"])
+
+
+@pytest.mark.parametrize(
+    ("value", "is_string", "read_as"),
+    [("3", "true", "3"), ("3", "false", 3), ("\nParis\n", "true", "\nParis\n"),
+     ("2.0", "false", 2.0), ("true", "false", True), ('{"a": [null]}', "false", {"a": [None]}),
+     ("null", "true", "null"), ("Paris", "false", "Paris")],
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["town", "days", "other"])
+def test_deepseek_says_which_values_are_strings(
+    value: str, is_string: str, read_as: object, name: str
+) -> None:
+    text = WRITTEN[ToolParser.DEEPSEEK_V32].replace(
+        'name="town" string="true">Paris', f'name="{name}" string="{is_string}">{value}'
+    )
+    [(_, arguments)] = read(FORMATS[ToolParser.DEEPSEEK_V32], text, 5)[1]
+    found = json.loads(arguments.replace(', "days": 3', ""))[name]
+    assert (type(found), found) == (type(read_as), read_as)
+
+
+def test_blocks_may_lack_their_marker() -> None:
+    for parser in (ToolParser.QWEN3_CODER, ToolParser.MINIMAX, ToolParser.DEEPSEEK_V32):
+        first, _, rest = WRITTEN[parser].partition("\n")
+        assert first in FORMATS[parser].begins
+        assert read(FORMATS[parser], f"Well.\n{rest}", 3) == ("Well.", [("get", SPACED)])
+
+
+@pytest.mark.parametrize("width", [1, 7, 10**6])
+def test_functions_may_lack_their_end(width: int) -> None:
+    for parser in (ToolParser.QWEN3_CODER, ToolParser.MINIMAX, ToolParser.DEEPSEEK_V32):
+        format = FORMATS[parser]
+        text = WRITTEN[parser].replace(f"{format.tags.end}\n", "")
+        assert format.tags.end not in text
+        two = f"{text}\n{text.partition(format.end)[0].partition(chr(10))[2]}"
+        for written, count in ((text, 1), (f"{text}\n{text}", 2), (two, 2)):
+            shown, calls = read(format, written, width)
+            assert (shown, len(calls)) == ("", count)
+            assert calls[0] == ("get", SPACED)
 
 
 @pytest.mark.parametrize(

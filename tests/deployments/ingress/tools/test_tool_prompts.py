@@ -158,9 +158,10 @@ def test_strict_calls_in_a_format_without_a_grammar() -> None:
     """The mask makes a model go on with an object after the same marker; else it is refused."""
     function = Function(name="f", strict=True)
     toolbox = Toolbox((function,), (function,), forced=False, parallel=True, legacy=False)
-    found = tooling(toolbox, ChatTemplate("{{ tools }} <arg_key>", {}), ToolParser.AUTO)
-    assert found is not None
-    assert found.format is FORMATS[ToolParser.HERMES]
+    for trace in ("<arg_key>", "<tool_call> <function="):
+        found = tooling(toolbox, ChatTemplate("{{ tools }} " + trace, {}), ToolParser.AUTO)
+        assert found is not None
+        assert found.format is FORMATS[ToolParser.HERMES]
     for trace in ("<|tool_calls_section_begin|>", "<|channel|>", "<|tool_call>"):
         with pytest.raises(RequestError, match="set `tool_choice` to required or none"):
             tooling(toolbox, ChatTemplate("{{ tools }} " + trace, {}), ToolParser.AUTO)
