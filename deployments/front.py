@@ -63,6 +63,7 @@ def limited(text: str, limits: FrontLimits) -> str:
     # A process that can write to this socket controls HAProxy: only its own user may.
     text = text.replace(" mode 666 level admin", " mode 600 level admin")
     text = _BUFFER.sub(_wide_enough, text)
+    text = _SPLICED_BODIES.sub("", text)
     if re.search(r"^ +use_backend ", text, re.MULTILINE) is None:
         text = _NOT_FOUND.sub(_NOT_YET, text)
     found = re.search(r"^frontend http_frontend\n\s+bind .*\n", text, re.MULTILINE)
@@ -94,6 +95,10 @@ def _wide_enough(line: re.Match[str]) -> str:
         return line[0]
     return f"{indent}tune.bufsize {_BUFFER_BYTES}\n{indent}tune.http.maxhdr {_HEADERS}"
 
+
+# HAProxy 2.8 does not notice that a client leaves whose body it spliced: the request goes on, and a
+# thread of HAProxy spins until the answer begins.
+_SPLICED_BODIES = re.compile(r"^ +option splice-request\n", re.MULTILINE)
 
 # A front that has just started knows no application: 404 would tell clients not to try again.
 _NOT_FOUND = re.compile(r"(backend default_backend\n +http-request return status) 404 .*")

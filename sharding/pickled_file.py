@@ -133,9 +133,16 @@ class PickledFile:
 
 
 def _check_pickle(descriptor: int) -> None:
-    """Refuse a description larger than any real one, however well it is compressed."""
+    """Refuse what torch.save never writes: compressed parts, and a very large description.
+
+    torch reads more parts than the description whole, each into memory of the size that it names.
+    """
     with open(os.dup(descriptor), "rb") as opened, zipfile.ZipFile(opened) as archive:
         for entry in archive.infolist():
-            if entry.filename.endswith(_PICKLE_NAME) and entry.file_size > _MAX_PICKLE_BYTES:
+            if entry.compress_type != zipfile.ZIP_STORED:
+                raise ValueError(f"its {entry.filename} is compressed")
+            # torch finds its parts whatever the case of their names.
+            is_description = entry.filename.lower().endswith(_PICKLE_NAME)
+            if is_description and entry.file_size > _MAX_PICKLE_BYTES:
                 raise ValueError(f"its {_PICKLE_NAME} has {entry.file_size} bytes")
     os.lseek(descriptor, 0, os.SEEK_SET)

@@ -2,11 +2,12 @@
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import uvicorn
 import yaml
 from fastapi import FastAPI
+from starlette.types import Receive, Scope, Send
 
 from configs.engine import EngineConfig
 from configs.serve import ServeConfig
@@ -32,25 +33,45 @@ def demo_app(config: EngineConfig, settings: IngressSettings) -> FastAPI:
 
 @contextmanager
 def served(app: FastAPI) -> Iterator[str]:
-    """The application's address while it is served from a thread."""
+    """The application's address while it is served from a thread.
+
+    AssertionError, by the application's own error, if it does not start.
+    """
+    faults: list[Exception] = []
+
+    async def watched(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await app(scope, receive, send)
+        except Exception as error:
+            if scope["type"] == "lifespan":
+                faults.append(error)
+            raise
+
     server = uvicorn.Server(
         uvicorn.Config(
-            app, port=0, log_level="critical", ws="none", lifespan="on",
+            watched, port=0, log_level="critical", ws="none", lifespan="on",
             timeout_keep_alive=round(_PATIENCE_S),
         )
     )  # fmt: skip
-    thread = threading.Thread(target=server.run, daemon=True)
-    started = threading.Event()
+    settled = threading.Event()
     announce = server.startup
 
     async def startup(sockets: object = None) -> None:
         await announce(sockets)  # type: ignore[arg-type]
-        started.set()
+        settled.set()
 
+    def run() -> None:
+        with suppress(SystemExit):  # As uvicorn leaves a start that failed.
+            server.run()
+        settled.set()
+
+    thread = threading.Thread(target=run, daemon=True)
     server.startup = startup  # type: ignore[method-assign]
     thread.start()
     try:
-        assert started.wait(timeout=_PATIENCE_S), "the server did not start"
+        settled.wait(timeout=_PATIENCE_S)
+        if not server.started:
+            raise AssertionError("the server did not start") from next(iter(faults), None)
         yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     finally:
         server.should_exit = True

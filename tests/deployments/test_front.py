@@ -107,12 +107,19 @@ def running(folder: Path, maxconn: int = 74) -> Iterator[tuple[int, int]]:
     port, metrics = free_port(), free_port()
     path = folder / "haproxy.cfg"
     path.write_text(SMALL.format(folder=folder, port=port, metrics=metrics, maxconn=maxconn))
+    with started(path):
+        connected(port).close()
+        yield port, metrics
+
+
+@contextmanager
+def started(path: Path) -> Iterator[None]:
+    """`loray-haproxy` over this configuration."""
     environment = {**os.environ, "LORAY_FRONT_HEADER_TIMEOUT_S": "1"}
     command = [sys.executable, "-m", "deployments.front", "-db", "-f", str(path)]
     process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE)
     try:
-        connected(port).close()
-        yield port, metrics
+        yield
     finally:
         process.kill()
         process.communicate()
@@ -155,6 +162,34 @@ def test_silent_connections_are_closed_after_a_while(tmp_path: Path) -> None:
         for each in silent + half_sent:
             each.close()
         assert (tmp_path / "admin.sock").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_client_that_leaves_ends_its_request(tmp_path: Path, written: str) -> None:
+    """Its body comes after the head, as from most clients; the answer has not begun."""
+    options = re.findall(r"^ +option (?:abort|splice).*$", written, re.MULTILINE)
+    assert len(options) == 3
+    with socket.create_server(("127.0.0.1", 0)) as backend:
+        path, port = tmp_path / "haproxy.cfg", free_port()
+        text = SMALL.format(folder=tmp_path, port=port, metrics=free_port(), maxconn=99)
+        answer = 'http-request return status 200 content-type text/plain string "well"'
+        assert answer in text
+        text = text.replace("    mode http\n", "\n".join(["    mode http", *options, ""]), 1)
+        target = f"backend b\n    server s 127.0.0.1:{backend.getsockname()[1]}\n"
+        path.write_text(text.replace(answer, "default_backend b") + target)
+        with started(path), connected(port) as client:
+            client.sendall(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 2000\r\n\r\n")
+            backend.settimeout(PATIENCE)
+            request, _ = backend.accept()
+            with request:
+                request.settimeout(PATIENCE)
+                assert request.recv(65536).startswith(b"POST")
+                client.sendall(b"x" * 2000)
+                received = 0
+                while received < 2000:
+                    received += len(request.recv(65536))
+                client.close()
+                with suppress(ConnectionResetError):
+                    assert request.recv(1) == b""
 
 
 def test_a_taken_port_is_named_with_its_owner(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,16 @@ def test_other_bytes_of_the_same_size_and_time_are_another_adapter(tmp_path: Pat
         found.append(fetch(store, local("red")))
     assert found[0].fingerprint == found[1].fingerprint
     assert found[0].origin != found[1].origin
+
+
+def test_times_in_the_future_do_not_make_a_folder_young(tmp_path: Path) -> None:
+    """Each look at a young folder reads and hashes its files."""
+    store = sources(tmp_path, local_roots=[str(tmp_path)])
+    for path in write(tmp_path / "red").iterdir():
+        os.utime(path, (4102444800, 4102444800))
+    time.sleep(0.2)  # Longer than a tick of the file system's clock.
+    one, two = (store.resolve(local("red"), False).origin for _ in range(2))
+    assert one == two
 
 
 def test_a_name_in_several_roots_is_listed_once(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Pickles: refused unless they may be read, then read as tensors alone, never run."""
 
 import os
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -83,6 +84,38 @@ def test_tensors_that_no_adapter_has_are_refused(
         fetch(store, RED)
     assert raised.value.refusal is AdapterRefusal.UNSUPPORTED
     assert not left_over(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("part", "compression", "message"),
+    [
+        ("data.pkl", zipfile.ZIP_DEFLATED, "data.pkl is compressed"),
+        ("version", zipfile.ZIP_DEFLATED, "version is compressed"),
+        ("data.pkl", zipfile.ZIP_STORED, "data.pkl has 67108865 bytes"),
+    ],
+)
+def test_parts_that_take_far_more_memory_than_a_real_one_are_refused(
+    tmp_path: Path, part: str, compression: int, message: str
+) -> None:
+    """torch reads them whole, and finds them by names in any case."""
+    pickled(tmp_path / "red")
+    path = tmp_path / "red" / "adapter_model.bin"
+    with zipfile.ZipFile(path) as archive:
+        parts = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in parts.items():
+            folder, _, plain = name.rpartition("/")
+            if plain != part:
+                archive.writestr(name, content)
+            elif compression == zipfile.ZIP_DEFLATED:
+                archive.writestr(name, content, compression)
+            else:
+                archive.writestr(f"{folder}/{plain.upper()}", content.ljust(2**26 + 1, b"\0"))
+    os.utime(path, (1, 1))
+    store = sources(tmp_path, local_roots=[str(tmp_path)], allow_pickle=True)
+    with pytest.raises(AdapterError, match=message) as raised:
+        fetch(store, RED)
+    assert raised.value.refusal is AdapterRefusal.UNSUPPORTED
 
 
 def test_a_link_that_leads_out_since_the_look(tmp_path: Path) -> None:
