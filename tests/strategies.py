@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from configs.kv_groups import KvGroup
 from configs.rope_sets import RopeSets
 from configs.runtime import AdapterShare
-from configs.wire.adapters import AdapterKey, AdapterShape
+from configs.wire.adapters import NEVER_ACTIVE, AdapterKey, AdapterShape
 from configs.wire.plan import Capacity
 from configs.wire.sampling import Stopping
 from scheduler.admission.limits import Limits
@@ -24,6 +24,7 @@ class Arrive:
     scored, pooled: whether its prompt's logprobs are requested, and whether it is an embedding's.
     constraint: what its answer is held to.
     background: it is served only where no other request wants to be.
+    active_from: the first position that its adapter changes. salt: of its cached blocks.
     """
 
     prompt: tuple[int, ...]
@@ -36,6 +37,12 @@ class Arrive:
     pooled: bool = False
     constraint: str = ""
     background: bool = False
+    active_from: int = 0
+    salt: bytes = b""
+
+    def adapter_at(self, position: int) -> AdapterKey | None:
+        """The adapter that changes a position."""
+        return self.adapter if position >= self.active_from else None
 
 
 @dataclass(frozen=True)
@@ -255,10 +262,14 @@ def merges(count: int) -> st.SearchStrategy[dict[AdapterKey, tuple[AdapterKey, .
 def stories(draw: st.DrawFn, num_adapters: int = 5) -> Story:
     """A server, its adapters, and arrivals among everything that can go wrong."""
     adapters = draw(adapter_choices(num_adapters))
+    again = st.sampled_from(draw(st.lists(prompts(), min_size=1, max_size=2)))
+    further = st.tuples(again, st.lists(st.integers(0, VOCABULARY - 1), max_size=6).map(tuple))
+    prompt = st.one_of(prompts(), again, further.map(lambda parts: (*parts[0], *parts[1])))
     known = st.sampled_from(keys(num_adapters))
+    active_from = st.one_of(st.just(0), st.just(0), st.integers(1, 18), st.just(NEVER_ACTIVE))
     arrive = st.builds(
         Arrive,
-        prompt=prompts(),
+        prompt=prompt,
         stopping=stoppings(),
         adapter=adapters,
         logprobs=st.booleans(),
@@ -267,10 +278,12 @@ def stories(draw: st.DrawFn, num_adapters: int = 5) -> Story:
         scored=st.booleans(),
         constraint=st.sampled_from(["", "", "a", "b", "c"]),
         background=st.sampled_from([False, False, True]),
+        active_from=active_from,
+        salt=st.sampled_from([b"", b"", b"", b"own"]),
     )
     embed = st.builds(
-        Arrive, prompt=prompts(), stopping=st.just(Stopping(0)), adapter=adapters,
-        scored=st.booleans(), pooled=st.just(True),
+        Arrive, prompt=prompt, stopping=st.just(Stopping(0)), adapter=adapters,
+        scored=st.booleans(), pooled=st.just(True), active_from=active_from,
     )  # fmt: skip
     ticks = st.builds(Ticks, st.integers(1, 4))
     rare = st.one_of(

@@ -34,8 +34,8 @@ class CachedPrefix(NamedTuple):
 
     tokens: int
     tables: list[list[int]]
-    known: int = 0
-    state: int = -1
+    known: int
+    state: int
 
     def held(self, group: int) -> list[int]:
         """The blocks of a group that later positions need."""
@@ -135,8 +135,7 @@ class PrefixCache:
         known = end = self._common_end(tables, end)
         state = -1
         if self.states is not None:
-            while end and digests[end - 1] not in self.states:
-                end = self._common_end(tables, end - self._step)
+            end = self._kept_end(self.states, tables, digests, end)
             state = self.states.use(digests[end - 1]) if end else -1
         size = self.block_size
         return CachedPrefix(end * size, self._cut(tables, end), known * size, state)
@@ -146,7 +145,7 @@ class PrefixCache:
 
         The last one from which the same tokens could go on, and where others went another way.
         """
-        if self.states is None or not self.enabled or not self.states.count:
+        if self.states is None or not self.enabled:
             return []
         unit = self._step * self.block_size
         last = (len(request.tokens) - 1) // unit * unit
@@ -203,6 +202,16 @@ class PrefixCache:
                 break
             found.append(block)
         return found
+
+    def _kept_end(
+        self, states: KeptStates, tables: list[list[int]], digests: list[bytes], end: int
+    ) -> int:
+        """The last common end up to `end` behind which states are kept."""
+        # A long prompt that waits is looked for in each step, and few of its blocks have states.
+        for at in range(end, 0, -self._step):
+            if digests[at - 1] in states and self._common_end(tables, at) == at:
+                return at
+        return 0
 
     def _common_end(self, tables: list[list[int]], end: int) -> int:
         """The last end up to `end` at which every group that forgets has what it needs."""

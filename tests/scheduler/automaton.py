@@ -27,18 +27,16 @@ from configs.wire.plan import (
     TokenLogprobs,
     settled,
 )
-from configs.wire.sampling import FinishReason, Pooling, Sampling, Stopping
-from tests.strategies import VOCABULARY
+from configs.wire.sampling import FinishReason, Pooling, Sampling
+from tests.strategies import VOCABULARY, Arrive
+
+START = 17
+"""The state of a sequence before its first token."""
 
 
-def root(adapter: AdapterKey | None) -> int:
-    """The state of a sequence before its first token."""
-    return hash((17, adapter or 0))
-
-
-def link(state: int, token: int, rope_set: int) -> int:
-    """The state after one more token: it depends on the adapter and on every token so far."""
-    return hash((state, token, rope_set))
+def link(state: int, token: int, rope_set: int, adapter: AdapterKey | None) -> int:
+    """The state after one more token: it depends on each token so far, and on its adapter."""
+    return hash((state, token, rope_set, adapter or 0))
 
 
 def rope_set(sets: RopeSets | None, prompt: int, known: int, position: int) -> int:
@@ -58,26 +56,23 @@ def next_token(state: int) -> int:
     return hash((state, 99)) % VOCABULARY
 
 
-def states_of(
-    tokens: Sequence[int], adapter: AdapterKey | None, sets: RopeSets | None, prompt: int
-) -> list[int]:
+def states_of(tokens: Sequence[int], arrival: Arrive, sets: RopeSets | None) -> list[int]:
     """The state after each token of a sequence that is computed when all of them are known."""
-    state, states = root(adapter), []
+    state, states, prompt = START, [], len(arrival.prompt)
     for position, token in enumerate(tokens):
-        state = link(state, token, rope_set(sets, prompt, len(tokens), position))
+        own = rope_set(sets, prompt, len(tokens), position)
+        state = link(state, token, own, arrival.adapter_at(position))
         states.append(state)
     return states
 
 
-def alone(
-    prompt: tuple[int, ...], stopping: Stopping, adapter: AdapterKey | None, sets: RopeSets | None
-) -> tuple[list[int], FinishReason]:
+def alone(arrival: Arrive, sets: RopeSets | None) -> tuple[list[int], FinishReason]:
     """What a request generates when nothing else happens: the slower truth."""
-    generated: list[int] = []
+    stopping, generated = arrival.stopping, list[int]()
     if not stopping.max_new_tokens:
         return generated, FinishReason.LENGTH
     while True:
-        states = states_of([*prompt, *generated], adapter, sets, len(prompt))
+        states = states_of([*arrival.prompt, *generated], arrival, sets)
         token = next_token(states[-1])
         generated.append(token)
         if token in stopping.stop_token_ids and len(generated) >= stopping.min_new_tokens:
@@ -86,11 +81,9 @@ def alone(
             return generated, FinishReason.LENGTH
 
 
-def about(
-    prompt: tuple[int, ...], adapter: AdapterKey | None, sets: RopeSets | None
-) -> tuple[list[TokenLogprobs], bytes]:
+def about(arrival: Arrive, sets: RopeSets | None) -> tuple[list[TokenLogprobs], bytes]:
     """What the model reports about a prompt: each token's score, and an embedding."""
-    states = states_of(prompt, adapter, sets, len(prompt))
+    states = states_of(arrival.prompt, arrival, sets)
     scores = [TokenLogprobs(score(state), [], []) for state in states[1:]]
     return scores, embedding(states)
 
@@ -120,6 +113,7 @@ class Occupant:
     prompt_length: int
     sets: RopeSets | None
     known: int
+    active_from: int
     matcher: int = -1
     tables: list[list[int]] = field(default_factory=list)
     guessed_wrong: bool = False
@@ -135,9 +129,10 @@ class Occupant:
 
     def states(self, stop: int) -> list[int]:
         """The state after each of the first `stop` tokens."""
-        state, states = root(self.adapter), []
+        state, states = START, []
         for position, token in enumerate(self.tokens[:stop]):
-            state = link(state, token, self.rope_set(position))
+            adapter = self.adapter if position >= self.active_from else None
+            state = link(state, token, self.rope_set(position), adapter)
             states.append(state)
         return states
 
@@ -307,6 +302,7 @@ class FakeRanks:
             join.prompt_length,
             self.capacity.rope_sets,
             len(join.tokens),
+            join.active_from,
             join.matcher,
             [[] for _ in self.capacity.groups],
         )

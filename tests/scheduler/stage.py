@@ -154,6 +154,8 @@ class Stage:
             arrival=float(self.tick),
             parts=self.story.merges.get(arrival.adapter, ()) if arrival.adapter else (),
             background=arrival.background,
+            active_from=arrival.active_from if arrival.adapter else 0,
+            cache_salt=arrival.salt,
         )
         try:
             self.scheduler.add(request, float(self.tick))
@@ -265,12 +267,10 @@ class Stage:
 
     def check_ended(self, client: Client, event: Ended) -> None:
         arrival = client.arrival
-        expected, reason = alone(
-            arrival.prompt, arrival.stopping, arrival.adapter, self.story.capacity.rope_sets
-        )
+        expected, reason = alone(arrival, self.story.capacity.rope_sets)
         assert event.tokens == expected[: len(event.tokens)], "tokens differ from those alone"
         assert event.tokens == client.received[: len(event.tokens)]
-        assert 0 <= event.cached_tokens <= len(arrival.prompt)
+        self.check_cached(client, event.cached_tokens)
         if arrival.logprobs:
             assert event.logprobs is not None
             assert [-each.logprob for each in event.logprobs] == event.tokens
@@ -294,9 +294,22 @@ class Stage:
                 large = refusal is AdapterRefusal.TOO_LARGE
                 assert large or arrival.adapter in self.has_failed
 
+    def check_cached(self, client: Client, count: int) -> None:
+        """What was cached of a prompt, another with the same salt and adapter has computed."""
+        own, states = client.arrival, self.story.capacity.kept_states
+        assert 0 <= count <= len(own.prompt)
+        assert not count or states != 0
+        assert not count or any(
+            other is not client
+            and other.arrival.salt == own.salt
+            and (*other.arrival.prompt, *other.received)[:count] == own.prompt[:count]
+            and all(other.arrival.adapter_at(i) == own.adapter_at(i) for i in range(count))
+            for other in self.clients
+        )
+
     def check_prompt_report(self, arrival: Arrive, event: Ended) -> None:
         """The whole prompt was reported once, if that was requested."""
-        scores, embedding = about(arrival.prompt, arrival.adapter, self.story.capacity.rope_sets)
+        scores, embedding = about(arrival, self.story.capacity.rope_sets)
         assert event.prompt_logprobs == (scores if arrival.scored else None)
         assert event.embedding == (embedding if arrival.pooled else b"")
         if arrival.scored or arrival.pooled:

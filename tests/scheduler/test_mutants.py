@@ -8,12 +8,13 @@ from hypothesis import HealthCheck, Phase, find, settings
 from hypothesis.errors import NoSuchExample
 
 from configs.rope_sets import RopeSets
-from configs.wire.adapters import AdapterKey
+from configs.wire.adapters import NEVER_ACTIVE, AdapterKey
 from scheduler.adapters.device_tier import DeviceTier
 from scheduler.adapters.host_tier import HostTier
 from scheduler.adapters.residency import Residency
 from scheduler.adapters.resident import Resident
 from scheduler.kv import prefix_cache as prefix
+from scheduler.kv.kept_states import KeptStates
 from scheduler.kv.tables import KvTables
 from scheduler.request import Request
 from scheduler.running import RunningRequests
@@ -75,6 +76,31 @@ def forget_the_rope_set(patch: Patch) -> None:
     """Blocks are found whatever frequencies their keys were rotated by."""
     of = prefix.PrefixKey.of
     patch.setattr(prefix.PrefixKey, "of", lambda request: of(request)._replace(rope_set=0))
+
+
+def forget_the_caller(patch: Patch) -> None:
+    """Callers who are to be separated share cached blocks."""
+    of = prefix.PrefixKey.of
+    patch.setattr(prefix.PrefixKey, "of", lambda request: of(request)._replace(salt=b""))
+
+
+def forget_the_invocation(patch: Patch) -> None:
+    """What an activated adapter computes is found as the base model's."""
+    of = prefix.extend_chain
+
+    def unchanged(request: Request, num_blocks: int, block_size: int) -> list[bytes]:
+        own, request.active_from = request.active_from, NEVER_ACTIVE if request.active_from else 0
+        digests = of(request, num_blocks, block_size)
+        request.active_from = own
+        return digests
+
+    patch.setattr(prefix, "extend_chain", unchanged)
+
+
+def go_on_without_states(patch: Patch) -> None:
+    """A prefix is found as far as its blocks are known."""
+    patch.setattr(KeptStates, "__contains__", lambda self, name: True)
+    patch.setattr(KeptStates, "use", lambda self, name: self._number_of.get(name, -1))
 
 
 def let_rows_cross_the_border(patch: Patch) -> None:
@@ -164,6 +190,9 @@ MUTANTS: list[Callable[[Patch], None]] = [
     find_the_next_block,
     forget_the_salt,
     forget_the_rope_set,
+    forget_the_caller,
+    forget_the_invocation,
+    go_on_without_states,
     let_rows_cross_the_border,
     reuse_adapter_pages,
     use_before_loaded,

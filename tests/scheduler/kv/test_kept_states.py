@@ -3,9 +3,11 @@
 import msgspec
 import pytest
 
+from configs.kv_groups import KvGroup
 from configs.wire.plan import StepPlan, StepResult
 from scheduler.admission.limits import Limits
 from scheduler.kv.kept_states import KeptStates
+from scheduler.kv.prefix_cache import PrefixCache, extend_chain
 from scheduler.scheduler import Scheduler
 from tests.scheduler.small import capacity, make_request
 
@@ -96,6 +98,31 @@ def test_nothing_is_kept_without_room_or_without_states(kept: int | None) -> Non
 def test_short_prompts_are_not_cut() -> None:
     assert first_plan(scheduler_of(), 0, [*range(16)]).rows[0].keeps == ()
     assert first_plan(scheduler_of(), 0, [*range(17)]).rows[0].keeps == ((16, 0),)
+
+
+def test_groups_windows_are_looked_at_where_states_are_kept_alone() -> None:
+    """The window's blocks were lost behind the last one of three states, none behind the others."""
+    states, groups = KeptStates(3, BLOCK), (KvGroup(BLOCK), KvGroup(BLOCK, window=2 * BLOCK))
+    cache = PrefixCache(400, groups, True, states)
+    first = make_request(0, [*range(100 * BLOCK)])
+    first.tables = [cache.pool.allocate(100) for _ in groups]
+    first.scheduled = len(first.prompt)
+    cache.register(first)
+    digests = extend_chain(first, 100, BLOCK)
+    numbers = [states.keep(digests[at - 1]) for at in (20, 40, 90)]
+    states.next_plan()
+    cache._forget(first.tables[1][89])
+    looked, common = [], cache._common_end
+
+    def watched(tables: list[list[int]], end: int) -> int:
+        looked.append(end)
+        return common(tables, end)
+
+    cache._common_end = watched  # type: ignore[method-assign]
+    found = cache.match(make_request(1, [*first.prompt, 1]))
+    assert (found.tokens, found.known) == (40 * BLOCK, 100 * BLOCK)
+    assert found.state == numbers[1]
+    assert looked == [100, 90, 40]
 
 
 def test_a_number_that_the_plan_in_hand_gave_out_is_not_given_out_again() -> None:
