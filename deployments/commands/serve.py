@@ -83,6 +83,9 @@ def serve_file(path: Path, title: str, dashboard: bool, drain_seconds: float) ->
         )
     except SystemExit:
         return  # By a signal: Ray has its own handlers while it starts, and ends what it began.
+    except Exception as error:
+        # Ray raises plain Exceptions, too: where the machine is so busy that its start times out.
+        fail(f"Ray did not start: {str(error).rstrip('.')}. {_LOGS}")
     leaving.listen()  # Ray has replaced the handlers by its own, which print a native stack.
     servers = ray_servers()
     address = context.address_info["gcs_address"]
