@@ -255,10 +255,17 @@ def test_views_of_one_storage(tmp_path: Path) -> None:
         assert torch.equal(checkpoint.read(name, shape, cut), expected)
 
 
-def test_a_description_that_is_too_large(tmp_path: Path) -> None:
-    with zipfile.ZipFile(tmp_path / "pytorch_model.bin", "w", zipfile.ZIP_DEFLATED) as archive:
+@pytest.mark.parametrize(
+    ("compression", "fault"),
+    [
+        (zipfile.ZIP_DEFLATED, r"its x/data\.pkl is compressed"),
+        (zipfile.ZIP_STORED, r"its data\.pkl has 134217728 bytes"),
+    ],
+)
+def test_a_description_that_is_too_large(tmp_path: Path, compression: int, fault: str) -> None:
+    with zipfile.ZipFile(tmp_path / "pytorch_model.bin", "w", compression) as archive:
         archive.writestr("x/data.pkl", bytes(2**27))
-    with pytest.raises(CheckpointError, match=r"its data\.pkl has 134217728 bytes"):
+    with pytest.raises(CheckpointError, match=fault):
         PickledCheckpoint(tmp_path)
 
 
