@@ -127,7 +127,7 @@ def read_kernels(folder: Path | None) -> None:
     if folder is not None:
         os.environ["LORAY_KERNEL_CACHE"] = str(folder)
     if kernel_folder() is not None:
-        os.environ.setdefault("TRITON_CACHE_MANAGER", "modeling.kernels.cache:CarriedKernels")
+        os.environ.setdefault("TRITON_CACHE_MANAGER", "modeling.kernels.carried:CarriedKernels")
 
 
 def write_kernels(folder: Path, workspace: Path) -> None:

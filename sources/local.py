@@ -93,17 +93,13 @@ class LocalSource:
 def origin_of(folder: Path, files: Fingerprint) -> str:
     """Identify a folder's content by its files' names, sizes and times; OSError if one is gone.
 
-    Archives may set the time of a file's content, so that of its inode counts too. A file that was
-    written just now may change again within one tick of the file system's clock. So the origin of a
-    young folder is different in each call. A content's time may be set to the future, so a folder
-    is young only while the inodes' times say so too.
+    Archives set the time of a file's content, and it may lie in the future, so that of its inode
+    counts too. A file that was written just now may change again within one tick of the file
+    system's clock. So the origin of a young folder is different in each call.
     """
     changes = [(folder / name).stat().st_ctime_ns for name, _, _ in files]
-    written = max(
-        min(times) for times in zip((changed for _, _, changed in files), changes, strict=True)
-    )
     now = time.time_ns()
-    is_young = now - written < _CLOCK_TICK_NS
+    is_young = now - max(changes) < _CLOCK_TICK_NS
     return f"local:{folder}:{files}{changes}{now if is_young else ''}"
 
 

@@ -11,6 +11,10 @@ from typing import Any
 
 import typer
 
+from deployments.commands.failing import fail
+
+LOGS = "See /tmp/ray/session_latest/logs; start the command again"
+
 _SERVERS = ("gcs_server", "raylet")
 _SHUTDOWN_SECONDS = 10.0
 _TICK_SECONDS = 0.2
@@ -37,6 +41,19 @@ class Leaving:
         if number == signal.SIGINT or self.requested.is_set():
             self.hurried.set()
         self.requested.set()
+
+
+def start_ray(dashboard: bool) -> Any:
+    """Start a cluster of its own: this command must not end another. typer.Exit 1 if it fails."""
+    import ray  # Ray reads the environment when it is imported.
+
+    try:
+        return ray.init(
+            "local", namespace="serve", include_dashboard=dashboard, logging_level="warning"
+        )
+    except Exception as error:
+        # A start that times out, as on a machine that is too busy, raises a plain Exception.
+        fail(f"Ray did not start: {type(error).__name__}: {str(error).rstrip('.')}. {LOGS}")
 
 
 def ray_servers() -> dict[int, str]:

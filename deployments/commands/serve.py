@@ -26,6 +26,7 @@ from configs.env import export_throughput_mode, front_limits, front_ports, proxy
 from configs.serve import ServeConfig
 from deployments.commands.check_config import applications, config_faults, engines, read_config
 from deployments.commands.cluster import (
+    LOGS,
     ClusterLost,
     Leaving,
     end_without,
@@ -33,6 +34,7 @@ from deployments.commands.cluster import (
     give_up_after,
     ray_servers,
     require_alive,
+    start_ray,
 )
 from deployments.commands.failing import fail
 from deployments.commands.resources import demands, lacks
@@ -51,7 +53,6 @@ _ENDING_SECONDS = 120.0
 _TICK_SECONDS = 0.1
 _BEGAN = time.monotonic()
 _NO_TLS = "serves no TLS: remove it, and put a proxy that does before this server"
-_LOGS = "See /tmp/ray/session_latest/logs; start the command again"
 
 
 def serve_config(config: dict[str, Any], title: str, dashboard: bool, drain_seconds: float) -> None:
@@ -77,15 +78,9 @@ def serve_file(path: Path, title: str, dashboard: bool, drain_seconds: float) ->
 
     _log("starting Ray")
     try:
-        # A cluster of its own: this command must not end another that runs here.
-        context = ray.init(
-            "local", namespace="serve", include_dashboard=dashboard, logging_level="warning"
-        )
+        context = start_ray(dashboard)
     except SystemExit:
         return  # By a signal: Ray has its own handlers while it starts, and ends what it began.
-    except Exception as error:
-        # Ray raises plain Exceptions, too: where the machine is so busy that its start times out.
-        fail(f"Ray did not start: {str(error).rstrip('.')}. {_LOGS}")
     leaving.listen()  # Ray has replaced the handlers by its own, which print a native stack.
     servers = ray_servers()
     address = context.address_info["gcs_address"]
@@ -110,7 +105,7 @@ def serve_file(path: Path, title: str, dashboard: bool, drain_seconds: float) ->
         ray.shutdown()
         _free_pushes(config)
     except ClusterLost as lost:
-        typer.echo(f"loray: the Ray cluster of this command has ended: {lost}. {_LOGS}", err=True)
+        typer.echo(f"loray: the Ray cluster of this command has ended: {lost}. {LOGS}", err=True)
         end_without(ray)
     if not leaving.requested.is_set():
         raise typer.Exit(1)
@@ -214,7 +209,7 @@ def _deploy(config: Path, address: str) -> None:
         # Serve's command prints the trace of an error, and exits while it handles that error.
         cause = error.__context__ if isinstance(error, SystemExit) else error
         reason = last_error(str(cause))
-        fail(f"Serve did not take the config: {type(cause).__name__}: {reason}. {_LOGS}")
+        fail(f"Serve did not take the config: {type(cause).__name__}: {reason}. {LOGS}")
     print(errors.getvalue(), file=sys.stderr, end="")
 
 
@@ -302,7 +297,7 @@ def _wait_until_running(
     if not leaving.is_set():
         typer.echo(
             f"loray: not all applications run after {limit:g} s: if they only need longer, raise "
-            f"engine.recovery.start_timeout_s. {_LOGS}",
+            f"engine.recovery.start_timeout_s. {LOGS}",
             err=True,
         )
     return False

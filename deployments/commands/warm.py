@@ -18,7 +18,7 @@ from configs.serve import ServeConfig
 from deployments.commands import plain
 from deployments.commands.check_config import config_faults, engines, find_config, read_config
 from deployments.commands.failing import fail
-from modeling.kernel_cache import finish, keep_libraries
+from modeling.kernels.cache import finish, keep_libraries
 from modeling.runner.loading import pick_device
 from modeling.runner.precompile import compile_kernels
 from sources.model import ModelNotFound, fetch_model_config

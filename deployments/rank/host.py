@@ -15,7 +15,7 @@ from configs.wire.plan import Capacity
 from deployments.rank.messages import LoadReport, MeasuredMemory, StoreAddress
 from deployments.rank.transport import Channel
 from deployments.rank.worker import Worker
-from modeling.kernel_cache import warn_of_other_kernels
+from modeling.kernels.cache import warn_of_other_kernels
 from modeling.runner.loading import pick_device
 from modeling.runner.preload import preload
 from modeling.runner.report import RunnerReport

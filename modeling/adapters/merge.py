@@ -37,8 +37,8 @@ from modeling.adapters.expert_pages import ExpertPages
 from modeling.adapters.faults import refuse
 from modeling.adapters.peft.adapter import PeftAdapter, reading
 from modeling.adapters.peft.ends import Matrix
+from modeling.adapters.peft.folder import open_adapter
 from modeling.adapters.peft.joined import JoinedPlan
-from modeling.adapters.peft.reading import open_adapter
 from modeling.adapters.peft.recipes import Recipes
 from modeling.adapters.peft.tensors import check_finite
 from modeling.adapters.projection import BaseRows, ModulePosition, Projection

@@ -27,7 +27,7 @@ from modeling.attention.base import (
 )
 from modeling.attention.kv_cache import FP8, LayerCache
 from modeling.attention.pages import RowPages, leading_decodes, starts
-from modeling.kernel_cache import read_libraries
+from modeling.kernels.cache import read_libraries
 from modeling.transfer import to_device
 
 HEAD_DIMS = (64, 128, 256)

@@ -11,7 +11,8 @@ from modeling.kernels.integer_tiles import CUTS
 from modeling.kernels.tiles import FP8_CUTS, cut_of
 from modeling.quantisation.activations import BLOCK
 from modeling.quantisation.base import LEAST_CHUNK
-from modeling.quantisation.kernels import fp8_product, rounding
+from modeling.quantisation.kernels import rounding
+from modeling.quantisation.kernels.fp8_product import fp8_product
 from modeling.quantisation.kernels.integers import dequantise, integer_product
 from modeling.quantisation.kernels.tiled_integers import tiled_cut, tiled_product
 from sharding.linear_weight import Operands
@@ -35,7 +36,7 @@ def fp8(
     cut = cut_of(FP8_CUTS, len(x))
     if cut is not None:
         y = scales.new_empty(len(x), len(codes), dtype=dtype) if out is None else out
-        return fp8_product.fp8_product(x, x_scales, codes, scales, bias, y, cut)
+        return fp8_product(x, x_scales, codes, scales, bias, y, cut)
     row = ScalingType.RowWise
     # Sums of few products in fp8's own accumulators are what the tensor cores do fastest.
     y = scaled_mm(
@@ -60,7 +61,7 @@ def fp8_blocks(
     if cut is not None:
         inputs, own = rounding.by_group(x.contiguous(), BLOCK)
         y = x.new_empty(len(x), len(codes)) if out is None else out
-        return fp8_product.fp8_product(inputs, own, codes, blocks, bias, y, cut, BLOCK)
+        return fp8_product(inputs, own, codes, blocks, bias, y, cut, BLOCK)
     # The library takes no other number of tokens.
     inputs, own = rounding.by_group(F.pad(x, (0, 0, 0, -len(x) % 4)).contiguous(), BLOCK)
     # Nor scales of which an output's are not four, eight, ...

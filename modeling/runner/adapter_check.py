@@ -1,6 +1,6 @@
 """Every reason why an adapter's folder would not be served, found without a server.
 
-It runs the reader that serves adapters (`peft/reading.py`), so that both always agree.
+It runs the reader that serves adapters (`peft/folder.py`), so that both always agree.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,9 +25,9 @@ from modeling.adapters.host_pages import PAGE_ROWS
 from modeling.adapters.output_rows import output_rows, page_counts
 from modeling.adapters.peft.adapter import PeftAdapter
 from modeling.adapters.peft.config_file import read_config
+from modeling.adapters.peft.folder import FACTOR, open_adapter
 from modeling.adapters.peft.kinds import kind_name
 from modeling.adapters.peft.names import WEIGHTS_NAME
-from modeling.adapters.peft.reading import FACTOR, open_adapter
 from modeling.adapters.peft.tokens import ROWS_SUFFIX
 from modeling.adapters.projection import (
     ROUTED_KINDS,

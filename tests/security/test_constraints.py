@@ -18,7 +18,7 @@ from tests.fakes import FakeDriver
 pytest.importorskip("llguidance")
 
 CPU_SECONDS = 1.0
-"""A hundred times what PLAIN takes, and a sixth of what LONG does."""
+"""Far more than PLAIN takes, and far less than LONG does."""
 
 PLAIN = CompileTask('start: "a"')
 LARGE = CompileTask('{"type": "integer", "multipleOf": 999983}')

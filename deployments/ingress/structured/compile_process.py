@@ -69,7 +69,7 @@ class CompileResult(msgspec.Struct, frozen=True, array_like=True):
 
 def serve(folder: str, vocab_size: str, cpu_seconds: str) -> None:
     """Check tasks from stdin until it ends."""
-    # In each fork this import would take ten times as long as most checks.
+    # Here once, or each fork imports it.
     import numpy as np  # noqa: F401
 
     seconds = float(cpu_seconds)

@@ -94,7 +94,7 @@ def _tagged(function: str, parameter: str, begin: str, end: str, trims: bool = T
     A block may have several calls, so each function's tag is a marker too.
     function, parameter: the text of such a tag up to the name.
     """
-    note = r'(?: string="(?P<string>true|false)"| [^<>]{0,64})?'
+    attribute = r'(?: string="(?P<string>true|false)"| [^<>]{0,64})?'
     close, after = (f"</{mark[1:].split(' ')[0].rstrip('=')}>" for mark in (parameter, function))
     return CallFormat(
         (begin, function),
@@ -102,7 +102,7 @@ def _tagged(function: str, parameter: str, begin: str, end: str, trims: bool = T
         head=rf'(?:{function})?"?NAME"?>',
         stop=">",
         style=ArgumentStyle.TAGGED,
-        tags=Tags(parameter, rf'{parameter}"?([^<>"]{{1,256}})"?{note}>', close, after, trims),
+        tags=Tags(parameter, rf'{parameter}"?([^<>"]{{1,256}})"?{attribute}>', close, after, trims),
     )
 
 

@@ -7,8 +7,15 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+import typer
 
-from deployments.commands.cluster import ClusterLost, Leaving, ray_servers, require_alive
+from deployments.commands.cluster import (
+    ClusterLost,
+    Leaving,
+    ray_servers,
+    require_alive,
+    start_ray,
+)
 
 SLEEP = ["sleep", "3600"]
 
@@ -98,3 +105,16 @@ def test_handlers_are_restored(leaving: Leaving) -> None:
 def _own_name() -> str:
     with open("/proc/self/comm", encoding="utf-8") as file:
         return file.read().strip()
+
+
+def test_a_ray_that_does_not_start_ends_in_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def late(*_: object, **__: object) -> None:
+        raise Exception("The current node timed out during startup.")
+
+    monkeypatch.setattr("ray.init", late)
+    with pytest.raises(typer.Exit):
+        start_ray(False)
+    reason = "Exception: The current node timed out during startup"
+    assert f"loray: Ray did not start: {reason}. See" in capsys.readouterr().err

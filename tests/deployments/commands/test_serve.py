@@ -222,19 +222,3 @@ def test_a_config_that_serve_does_not_take_ends_in_a_sentence(
     printed = capsys.readouterr().err
     assert printed.startswith(f"loray: Serve did not take the config: {reason}")
     assert "Traceback" not in printed
-
-
-def test_a_ray_that_does_not_start_ends_in_a_sentence(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def late(*_: object, **__: object) -> None:
-        raise Exception("The current node timed out during startup.")
-
-    monkeypatch.setattr("deployments.commands.serve._checked", lambda *_: {})
-    monkeypatch.setattr("deployments.commands.serve._free_pushes", lambda _: None)
-    monkeypatch.setattr("deployments.commands.serve.Leaving", lambda: None)
-    monkeypatch.setattr("ray.init", late)
-    with pytest.raises(typer.Exit):
-        serve_file(Path("serve_config.yaml"), "the demo", False, 0.0)
-    printed = capsys.readouterr().err
-    assert "loray: Ray did not start: The current node timed out during startup. See" in printed

@@ -13,7 +13,7 @@ from configs.wire.adapters import AdapterError, AdapterKey, AdapterRefusal
 from modeling.adapters import expert_loads
 from modeling.adapters.bank import PAGE_ROWS, AdapterBank, BankSize
 from modeling.adapters.expert_pages import runs
-from modeling.adapters.peft.reading import open_adapter
+from modeling.adapters.peft.folder import open_adapter
 from tests.modeling.adapters.lora_files import write_lora
 from tests.modeling.adapters.peft.test_experts import (
     COUNT,

@@ -16,7 +16,7 @@ from configs.wire.merging import MergeRule, MergeStrategy, SignMethod
 from modeling.adapters import merge
 from modeling.adapters.host_cache import HostAdapterCache, HostCacheSize
 from modeling.adapters.merge import combine, open_fetched, prune
-from modeling.adapters.peft.reading import open_adapter
+from modeling.adapters.peft.folder import open_adapter
 from modeling.adapters.projection import ModulePosition
 from modeling.adapters.stacks import LoraModule
 from sources.files import fingerprint

@@ -37,7 +37,8 @@ def test_the_page_lists_all_that_is_done_to_the_oracle() -> None:
 def test_nothing_else_is_done_to_the_oracle() -> None:
     """All that a test sets on objects of transformers or PEFT is in the page's table."""
     found = set()
-    for path in Path(__file__).parents[2].rglob("*.py"):
+    tests = Path(__file__).parents[2]
+    for path in tests.rglob("*.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         theirs = {
             alias.asname or alias.name
@@ -46,14 +47,15 @@ def test_nothing_else_is_done_to_the_oracle() -> None:
             for alias in node.names
             if (getattr(node, "module", None) or alias.name).split(".")[0] in _ORACLES
         }
-        found |= {(path.name, name) for name in map(_set_on, ast.walk(tree)) if name in theirs}
+        file = path.relative_to(tests).as_posix()
+        found |= {(file, name) for name in map(_set_on, ast.walk(tree)) if name in theirs}
     # The second file's tests are about packages that are not installed, and compare no numbers; the
     # third's has a layer wait, and compares our own steps.
     assert found == {
-        ("test_config.py", "PretrainedConfig"),
-        ("test_padded_loading.py", "AutoModelForCausalLM"),
-        ("test_padded_loading.py", "AutoConfig"),
-        ("test_cuda_generic.py", "Lfm2ShortConv"),
+        ("modeling/parity/test_config.py", "PretrainedConfig"),
+        ("modeling/runner/test_padded_loading.py", "AutoModelForCausalLM"),
+        ("modeling/runner/test_padded_loading.py", "AutoConfig"),
+        ("modeling/test_cuda_generic.py", "Lfm2ShortConv"),
     }
 
 

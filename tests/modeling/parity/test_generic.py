@@ -8,7 +8,7 @@ import transformers
 
 from configs.wire.adapters import AdapterError
 from configs.wire.sampling import Sampling
-from modeling.adapters.peft.reading import open_adapter
+from modeling.adapters.peft.folder import open_adapter
 from modeling.runner.adapter_check import adaptable
 from tests.checkpoints import load_oracle, oracle_logits
 from tests.checkpoints_generic import GENERIC, MIXTURES

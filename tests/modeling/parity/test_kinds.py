@@ -10,7 +10,7 @@ import transformers
 from configs.wire.adapters import AdapterError
 from modeling.adapters.peft import tokens as peft_tokens
 from modeling.adapters.peft.factor_names import FactorNames, factor_names
-from modeling.adapters.peft.reading import open_adapter
+from modeling.adapters.peft.folder import open_adapter
 from modeling.adapters.token_rows import TokenRows
 from modeling.runner.adapter_check import adaptable
 from tests.checkpoints import AdapterRecipe, load_oracle, write_adapter

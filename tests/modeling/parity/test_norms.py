@@ -13,7 +13,7 @@ from modeling.adapters import norms
 from modeling.adapters.bank import AdapterBank
 from modeling.adapters.kernels import reference, select
 from modeling.adapters.norms import AdaptedNorms
-from modeling.adapters.peft.reading import open_adapter
+from modeling.adapters.peft.folder import open_adapter
 from modeling.adapters.product import AdapterData
 from modeling.adapters.token_rows import groups_of
 from modeling.runner.adapter_check import adaptable

@@ -17,7 +17,7 @@ from peft.tuners.lora import config as lora
 from configs.adapters import AdaptersConfig
 from configs.wire.adapters import AdapterError
 from configs.wire.sampling import Sampling
-from modeling.adapters.peft.reading import open_adapter
+from modeling.adapters.peft.folder import open_adapter
 from modeling.runner.adapter_check import adaptable
 from modeling.runner.load_paged import load_paged
 from sharding.group import SingleRank

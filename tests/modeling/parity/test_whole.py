@@ -11,7 +11,7 @@ from configs.engine import EngineConfig
 from configs.wire.adapters import AdapterError
 from modeling.adapters import whole_linears
 from modeling.adapters.bank import DeviceAdapter
-from modeling.adapters.peft.reading import open_adapter
+from modeling.adapters.peft.folder import open_adapter
 from modeling.adapters.token_rows import groups_of
 from modeling.runner.adapter_check import adaptable, judge
 from tests.checkpoints import AdapterRecipe, write_adapter

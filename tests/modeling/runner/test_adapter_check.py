@@ -11,7 +11,7 @@ from configs.adapters import AdaptersConfig
 from configs.engine import EngineConfig
 from configs.model import ModelConfig
 from configs.wire.adapters import AdapterError
-from modeling.adapters.peft.reading import open_adapter
+from modeling.adapters.peft.folder import open_adapter
 from modeling.runner.adapter_check import AdapterVerdict, adaptable, judge
 from modeling.runner.loading import load_model
 from sharding.group import SingleRank

@@ -21,7 +21,7 @@ from configs.wire.adapters import (
 )
 from modeling.adapters import row_norms
 from modeling.adapters.bank import PAGE_ROWS, AdapterBank, BankSize
-from modeling.adapters.peft.reading import open_adapter
+from modeling.adapters.peft.folder import open_adapter
 from modeling.adapters.projection import BaseLinear, ModulePosition, Projection, ProjectionKind
 from modeling.runner.adapter_check import judge
 from tests.modeling.adapters.lora_files import DOWN, UP, factors, write_lora

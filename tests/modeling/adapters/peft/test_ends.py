@@ -10,7 +10,7 @@ from torch import Tensor
 
 from configs.wire.adapters import AdapterError, AdapterRefusal
 from modeling.adapters.peft.adapter import PeftAdapter
-from modeling.adapters.peft.reading import open_adapter
+from modeling.adapters.peft.folder import open_adapter
 from modeling.adapters.projection import ModulePosition, Projection, ProjectionKind
 from tests.modeling.adapters.lora_files import UP, factors, write_lora
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from configs.adapters import AdaptersConfig
 from configs.wire.adapters import AdapterError
 from modeling.adapters.peft import experts as peft_experts
-from modeling.adapters.peft.reading import open_adapter
+from modeling.adapters.peft.folder import open_adapter
 from modeling.adapters.projection import ExpertMatrices, Projection, ProjectionKind
 from modeling.models.generic.routed_projections import CONVERTED
 from modeling.runner.adapter_check import judge

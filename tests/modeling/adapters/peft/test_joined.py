@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from configs.wire.adapters import AdapterError
-from modeling.adapters.peft.reading import open_adapter
+from modeling.adapters.peft.folder import open_adapter
 from modeling.adapters.projection import Projection
 from tests.modeling.adapters.lora_files import UP, factors, write_lora
 

@@ -11,7 +11,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 
 from configs.wire.adapters import AdapterError
-from modeling.adapters.peft.reading import open_adapter
+from modeling.adapters.peft.folder import open_adapter
 from tests.modeling.adapters.lora_files import UP
 
 # What PEFT warns of while it trains and converts is its own concern.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from configs.wire.adapters import AdapterError
 from modeling.adapters.faults import Faults
 from modeling.adapters.peft.config import check_fields
-from modeling.adapters.peft.reading import open_adapter
+from modeling.adapters.peft.folder import open_adapter
 from tests.modeling.adapters.lora_files import DOWN, UP, factors, parse_config, write_lora
 
 PLAIN = {**factors(UP, [4, 4, 4]), **factors(DOWN, [4, 4, 4], seed=1)}

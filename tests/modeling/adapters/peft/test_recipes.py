@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from configs.wire.adapters import AdapterError
-from modeling.adapters.peft import reading, recipes
+from modeling.adapters.peft import folder, recipes
 from modeling.adapters.peft.adapter import PeftAdapter
-from modeling.adapters.peft.reading import open_adapter
+from modeling.adapters.peft.folder import open_adapter
 from modeling.adapters.peft.recipes import Recipes
 from tests.modeling.adapters.lora_files import DOWN, UP, factors, write_lora
 
@@ -25,13 +25,13 @@ def tensors(seed: int) -> dict[str, Tensor]:
 @pytest.fixture
 def checks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What ran of the checks."""
-    ran, whole = [], reading._check_file
+    ran, whole = [], folder._check_file
 
     def check(*given: object) -> PeftAdapter:
         ran.append("check")
         return whole(*given)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(reading, "_check_file", check)
+    monkeypatch.setattr(folder, "_check_file", check)
     return ran
 
 

@@ -10,7 +10,7 @@ import torch
 from configs.wire.adapters import AdapterError
 from configs.wire.merging import MergeRule
 from modeling.adapters.merge import open_fetched
-from modeling.adapters.peft.reading import open_adapter
+from modeling.adapters.peft.folder import open_adapter
 from modeling.adapters.peft.tokens import digits_of, ids_of, token_projections
 from modeling.adapters.projection import BaseRows, Projection
 from tests.modeling.adapters.lora_files import UP, factors, write_lora

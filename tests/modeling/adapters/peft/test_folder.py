@@ -9,7 +9,7 @@ from torch import Tensor
 
 from configs.wire.adapters import AdapterError, AdapterRefusal
 from modeling.adapters.peft import adapter as peft_adapter
-from modeling.adapters.peft.reading import open_adapter
+from modeling.adapters.peft.folder import open_adapter
 from modeling.adapters.projection import ModulePosition
 from tests.modeling.adapters.lora_files import DOWN, UP, factors, write_lora
 

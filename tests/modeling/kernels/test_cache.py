@@ -9,7 +9,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from modeling import kernel_cache
+from modeling.kernels import cache
 
 GPU = torch.device("cuda", 0)
 
@@ -35,19 +35,19 @@ def test_libraries_are_kept_without_their_workspace_and_found_again(
 ) -> None:
     folder = tmp_path / "kernels"
     monkeypatch.setenv("LORAY_KERNEL_CACHE", str(folder))
-    kernel_cache.read_libraries()
+    cache.read_libraries()
     assert tmp_path / "package" / "aot" == flashinfer.FLASHINFER_AOT_DIR
     made = flashinfer.FLASHINFER_JIT_DIR / "decode"
     made.mkdir(parents=True)
     (made / "decode.so").write_bytes(b"library")
     (made / "build.ninja").write_text("rules")
-    kernel_cache.keep_libraries(folder)
-    kernel_cache.read_libraries()
+    cache.keep_libraries(folder)
+    cache.read_libraries()
     # Where FlashInfer looks: FLASHINFER_AOT_DIR / name / name.so.
     found = flashinfer.FLASHINFER_AOT_DIR / "decode" / "decode.so"
     assert found.is_relative_to(folder)
     assert found.read_bytes() == b"library"
-    assert kernel_cache.count(folder) == (0, 1, 7)
+    assert cache.count(folder) == (0, 1, 7)
 
 
 def test_libraries_of_a_package_go_first(
@@ -57,7 +57,7 @@ def test_libraries_of_a_package_go_first(
     package.mkdir(parents=True)
     (folder / "flashinfer" / "0.6.13" / "90a" / "cached_ops").mkdir(parents=True)
     monkeypatch.setenv("LORAY_KERNEL_CACHE", str(folder))
-    kernel_cache.read_libraries()
+    cache.read_libraries()
     assert package == flashinfer.FLASHINFER_AOT_DIR
 
 
@@ -70,13 +70,13 @@ def test_kernels_for_another_gpu_are_named_in_the_log(
     monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
     monkeypatch.setenv("LORAY_KERNEL_CACHE", str(tmp_path))
     monkeypatch.setattr(logging.getLogger("loray"), "propagate", True)
-    kernel_cache.warn_of_other_kernels(GPU)
+    cache.warn_of_other_kernels(GPU)
     assert "holds no kernels" in caplog.text
-    assert kernel_cache.finish(tmp_path, GPU).triton == 0
+    assert cache.finish(tmp_path, GPU).triton == 0
     caplog.clear()
-    kernel_cache.warn_of_other_kernels(GPU)
+    cache.warn_of_other_kernels(GPU)
     assert caplog.text == ""
     made = json.loads((tmp_path / "kernels.json").read_text())
     (tmp_path / "kernels.json").write_text(json.dumps({**made, "gpu": "sm_80"}))
-    kernel_cache.warn_of_other_kernels(GPU)
+    cache.warn_of_other_kernels(GPU)
     assert "for gpu sm_80, here is sm_90" in caplog.text
