@@ -93,13 +93,15 @@ class LocalSource:
 def origin_of(folder: Path, files: Fingerprint) -> str:
     """Identify a folder's content by its files' names, sizes and times; OSError if one is gone.
 
-    Archives set the time of a file's content, and it may lie in the future, so that of its inode
-    counts too. A file that was written just now may change again within one tick of the file
-    system's clock. So the origin of a young folder is different in each call.
+    Archives may set the time of a file's content, so that of its inode counts too. A file that was
+    written just now may change again within one tick of the file system's clock, so the origin of a
+    young folder is different in each call. A file is as old as the older of its two times says: one
+    that an archive set may lie in the future.
     """
     changes = [(folder / name).stat().st_ctime_ns for name, _, _ in files]
+    written = max(min(file[2], change) for file, change in zip(files, changes, strict=True))
     now = time.time_ns()
-    is_young = now - max(changes) < _CLOCK_TICK_NS
+    is_young = now - written < _CLOCK_TICK_NS
     return f"local:{folder}:{files}{changes}{now if is_young else ''}"
 
 

@@ -1,7 +1,6 @@
 """Pickles: refused unless they may be read, then read as tensors alone, never run."""
 
 import os
-import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -38,7 +37,6 @@ def pickled(folder: Path) -> dict[str, torch.Tensor]:
 
 def test_a_pickle_is_read_only_where_it_may_be(tmp_path: Path) -> None:
     tensors = pickled(tmp_path / "red")
-    time.sleep(0.2)  # A young folder is converted again.
     store = sources(tmp_path, local_roots=[str(tmp_path)], allow_pickle=True)
     found = fetch(store, RED)
     assert found.folder != tmp_path / "red", "the operator's folder is not ours to write to"
