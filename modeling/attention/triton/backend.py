@@ -39,7 +39,7 @@ from modeling.transfer import pack_to_device
 
 MAX_HEAD_DIM = 512
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-HEADERS = 3
+HEADERS = 4
 """Numbers of a row of a captured step before its pages' numbers."""
 
 NO_WINDOW = 2**30
@@ -52,8 +52,9 @@ class DecodeRows:
 
     tokens, offsets, lengths: int32 [n], the index of each one's first token in q, where its pages'
     numbers start in the tables, its keys. longest: no row has more keys. room: tokens in q for each
-    row. queries: int32 [n], how many of these count; not read where there is room for one. arrived:
-    int32 zeros [n * heads], in which programs of a tile count each other; zeros after each launch.
+    row. queries: int32 [n], how many of these count; not read where there is room for one. order:
+    int32 [n], the rows as they are begun. arrived: int32 zeros [n * heads], in which programs of a
+    tile count each other; zeros after each launch.
     """
 
     tokens: Tensor
@@ -62,6 +63,7 @@ class DecodeRows:
     longest: int
     room: int
     queries: Tensor
+    order: Tensor
     arrived: Tensor
 
 
@@ -151,12 +153,14 @@ class TritonAttention(AttentionBackend):
         alone = queries == 1
         tiles = self._tiles(np.stack((offsets, at, queries, keys), axis=1)[~alone])
         arrived = np.zeros(alone.sum() * self.spec.num_heads, dtype=np.int32)
-        columns = at[alone], offsets[alone], keys[alone], arrived
-        tokens, starts_of, lengths, zeros, others = pack_to_device((*columns, tiles), tables.device)
+        columns = at[alone], offsets[alone], keys[alone], longest_first(keys[alone]), arrived
+        tokens, starts_of, lengths, order, zeros, others = pack_to_device(
+            (*columns, tiles), tables.device
+        )
         decode = None
         if alone.any():
             longest = int(keys[alone].max())
-            decode = DecodeRows(tokens, starts_of, lengths, longest, 1, lengths, zeros)
+            decode = DecodeRows(tokens, starts_of, lengths, longest, 1, lengths, order, zeros)
         return TritonStep(
             self,
             tuple(query_lengths),
@@ -232,12 +236,13 @@ class TritonAttention(AttentionBackend):
         sums = torch.empty(*splits, 2, dtype=torch.float32, device=device)
         pointers: tuple[Tensor, ...]
         pointers = (layer.q, *layer.parts, layer.out, partials, sums, layer.sinks, self._slopes)
-        words = (rows.tokens, rows.offsets, rows.lengths, rows.queries, rows.arrived, layer.tables)
+        words = (rows.tokens, rows.offsets, rows.lengths, rows.queries, rows.order)
+        memory = (rows.arrived, layer.tables)
         stride = layer.q.stride(0)
         self._launch_decode(
             (rows.room, stride, layer.has_sinks, layer.sinks.dtype, aligned(*pointers)),
             (blocks, count, programs),
-            (*pointers, *words, layer.window, max_count, alone, *layer.factors),
+            (*pointers, *words, *memory, layer.window, max_count, alone, *layer.factors),
             {
                 **self._cache,
                 **self._scores,
@@ -297,9 +302,9 @@ class GraphTriton(GraphAttention):
         self._page_size = backend.spec.page_size
         tokens = torch.arange(rows, dtype=torch.int32, device=words.device) * room
         longest = (len(words) // rows - HEADERS) * self._page_size
-        lengths, offsets, queries = words[: HEADERS * rows].view(HEADERS, rows)
+        lengths, offsets, queries, order = words[: HEADERS * rows].view(HEADERS, rows)
         arrived = torch.zeros(rows * backend.spec.num_heads, dtype=torch.int32, device=words.device)
-        decode = DecodeRows(tokens, offsets, lengths, longest, room, queries, arrived)
+        decode = DecodeRows(tokens, offsets, lengths, longest, room, queries, order, arrived)
         rooms = (room,) * rows
         self.step = TritonStep(backend, rooms, rooms, decode, None, words[HEADERS * rows :])
         self._lengths: Tensor = lengths
@@ -312,11 +317,12 @@ class GraphTriton(GraphAttention):
     def write(
         self, words: Words, key_lengths: Words, tables: Words, query_lengths: Words | None = None
     ) -> int:
-        """Lengths, where each row's pages start, queries, then the pages' numbers, row by row."""
+        """Lengths, where pages start, queries, the rows' order, then pages' numbers, row by row."""
         rows, pages = self._rows, RowPages.of(key_lengths, self._page_size)
         words[:rows] = key_lengths
         words[rows : 2 * rows] = pages.indptr[:-1]
         words[2 * rows : 3 * rows] = 1 if query_lengths is None else query_lengths
+        words[3 * rows : 4 * rows] = longest_first(words[:rows])
         start = HEADERS * rows
         end = start + pages.total
         words[start:end] = tables[pages.within(tables.shape[1])]
@@ -324,6 +330,12 @@ class GraphTriton(GraphAttention):
 
     def plan(self, buffer: int) -> None:
         """Nothing is left to do."""
+
+
+def longest_first(lengths: Words) -> Words:
+    """The rows' indices, int32, those with most keys first."""
+    order: Words = np.argsort(-lengths, kind="stable").astype(np.int32)
+    return order
 
 
 def shared_memory(device: torch.device) -> int:

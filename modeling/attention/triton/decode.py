@@ -136,6 +136,7 @@ def _finish(
         "offsets",
         "lengths",
         "row_queries",
+        "order",
         "arrived",
         "tables",
         "window",
@@ -156,6 +157,7 @@ def decode_kernel(
     offsets: "Any",
     lengths: "Any",
     row_queries: "Any",
+    order: "Any",
     arrived: "Any",
     tables: "Any",
     window: "Any",
@@ -183,7 +185,10 @@ def decode_kernel(
     ALIBI: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Program (block of PACKED heads, row, p): splits p, p + programs, ... of the row, or all.
+    """Program (block of PACKED heads, i, p): splits p, p + programs, ... of a row, or all.
+
+    The row is the i-th of `order`, int32 [rows]: the longest first, so that those which begin last,
+    when other programs have ended already, are the shortest.
 
     Program 0 computes all splits of a row that has at most `alone`.
 
@@ -200,10 +205,10 @@ def decode_kernel(
         gdc_launch_dependents()
     HEADS: tl.constexpr = KV_HEADS * GROUP
     kv_head = tl.program_id(0) // ((GROUP + PACKED - 1) // PACKED)
-    own = tl.program_id(1)
+    own = tl.load(order + tl.program_id(1))
     program = tl.program_id(2)
-    # Lengths and tables are written by copies, or long before (see GraphTriton.key_lengths), so
-    # they may be read before the kernel in front of this one ends.
+    # Lengths, order and tables are written by copies, or long before (see GraphTriton.key_lengths),
+    # so they may be read before the kernel in front of this one ends.
     length = tl.load(lengths + own)
     token = tl.load(tokens + own).to(tl.int64)
     table = tables + tl.load(offsets + own)
