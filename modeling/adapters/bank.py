@@ -274,16 +274,23 @@ class AdapterBank:
                 targets = [pool.bt[index] for index in part]
                 self._file_b.load(staged.file_b[i], [page.bt for page in pages], targets)
 
+    def _table_row(self, pages: Sequence[int]) -> list[int]:
+        """Return a projection's row of a slot's table, zeros behind its pages."""
+        width = self._host_table.shape[2]
+        return [*pages[:width], *[0] * (width - len(pages))]
+
     def _copy_tables(
         self, staged: StagedAdapter, slot: int, table: list[list[int]], adapter: DeviceAdapter
     ) -> None:
-        rows = self._host_table[slot].zero_()
-        for projection, row, part in zip(self.projections, rows, table, strict=True):
-            # No kernel reads the pages of these here.
-            if projection.kind not in (ProjectionKind.SCORE, ProjectionKind.EXPERTS):
-                # A page of scales alone may lie behind those of the largest rank.
-                named = part[: len(row)]
-                row[: len(named)] = torch.tensor(named, dtype=torch.int32)
+        rows = self._host_table[slot]
+        # No kernel reads the pages of these here.
+        apart = (ProjectionKind.SCORE, ProjectionKind.EXPERTS)
+        named = [
+            # A page of scales alone may lie behind those of the largest rank.
+            self._table_row([] if projection.kind in apart else part)
+            for projection, part in zip(self.projections, table, strict=True)
+        ]
+        rows.copy_(torch.tensor(named, dtype=torch.int32).view(rows.shape))
         of_experts = self._host_experts[slot].fill_(-1)
         for i, each in staged.experts.items():
             numbers = torch.tensor(table[i], dtype=torch.int32).view(each.chunks, each.count)

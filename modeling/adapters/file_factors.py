@@ -46,16 +46,23 @@ class FileFactors:
     modules: Mapping[int, Sequence[str]]
     of_b: Mapping[int, FileB]
 
-    def read_into(self, pages: Sequence[Sequence[HostPage]]) -> PeftAdapter:
+    def read_into(
+        self, pages: Sequence[Sequence[HostPage]], memory: Sequence[Tensor]
+    ) -> PeftAdapter:
         """Fill pages, which are zero elsewhere; returns the adapter without what was read.
 
-        pages: of all projections. Refuses values that are not finite.
+        pages: of all projections. memory: what holds them all, in few tensors. Refuses values that
+        are not finite.
         """
         with reading():
             self.adapter.file.read_pieces(self._pieces(pages))
         filled = (matrix for i in self.modules for page in pages[i] for matrix in (page.a, page.bt))
         names = [name for own in self.modules.values() for name in own]
-        if not have_finite_sums(part for matrix in filled for part in matrix.ranges):
+        # After each sum a thread waits for the interpreter while others stage, so few are tried
+        # first. Between pages and behind them, the memory holds whatever it held before.
+        if not have_finite_sums(memory) and not have_finite_sums(
+            part for matrix in filled for part in matrix.ranges
+        ):
             for name in names:
                 self.adapter.factors(name)
         return self.adapter.without({*names})
@@ -133,10 +140,13 @@ class FileBLoads:
             if b.scale != 1.0:
                 rows.mul_(b.scale)
             for number, target in enumerate(pool):
-                layers = target[first : first + count]
-                columns = rows[..., number * PAGE_ROWS :][..., :PAGE_ROWS]
-                layers[:, : columns.shape[2]].copy_(columns.transpose(1, 2))
-                layers[:, columns.shape[2] :].zero_()
+                layers = target if count == num_layers else target[first : first + count]
+                columns = rows[..., number * PAGE_ROWS : (number + 1) * PAGE_ROWS]
+                filled = columns.shape[2]
+                if filled < PAGE_ROWS:
+                    layers[:, filled:].zero_()
+                    layers = layers[:, :filled]
+                layers.copy_(columns.transpose(1, 2))
 
 
 def _is_cut_once(projection: Projection) -> bool:
@@ -164,7 +174,7 @@ def _pieces(
 
     keys: of tensors, by their layer. begin: the first of a tensor's numbers that is this rank's.
     """
-    memory, row_bytes = matrix.memory(), matrix.ranges[0][0].nbytes
+    memory, row_bytes = matrix.data, matrix.row_bytes
     per_number = matrix.ranges[0].itemsize
     done = number * PAGE_ROWS * row_bytes
     for layer, key in keys.items():
@@ -184,9 +194,9 @@ def _row_pieces(
     matrix: HostMatrix, keys: Mapping[int, str], rank: int, number: int, projection: Projection
 ) -> Iterator[Piece]:
     """Yield what fills the number-th page of A, of which this rank has some columns."""
-    memory, ((first, _),) = matrix.memory(), projection.inputs
+    memory, ((first, _),) = matrix.data, projection.inputs
     per_number, width = matrix.ranges[0].itemsize, projection.in_features
-    row_bytes = matrix.ranges[0][0].nbytes
+    row_bytes = matrix.row_bytes
     for layer, key in keys.items():
         for row in range(min(PAGE_ROWS, rank - number * PAGE_ROWS)):
             target = layer * PAGE_ROWS + row

@@ -11,6 +11,7 @@ import itertools
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from types import MappingProxyType
 
@@ -238,10 +239,10 @@ class HostAdapterCache:
             raise AdapterDeferred(shape)
         try:
             pages = self._pages(num_pages, chunks)
-            self._zero(pages, ranks)
+            self._zero(pages, numbers)
             factors = find_in_file(opened, self._dtype) if self.direct_reads else None
             if factors is not None:
-                opened = factors.read_into(pages)
+                opened = factors.read_into(pages, [self._numbers(piece) for piece in chunks])
             self._write(opened, pages, rows, SummedRows(adapter.row_sums))
             # After the last read, so that no later write can have been missed.
             _check_unchanged(adapter)
@@ -292,22 +293,26 @@ class HostAdapterCache:
             for own, count in zip(self._projections, num_pages, strict=True)
         )
 
+    def _numbers(self, piece: range) -> Tensor:
+        """Return a piece of the pool as a row of numbers, [1, n]."""
+        count = len(piece) * self.pool.chunk_bytes // self._dtype.itemsize
+        return self.pool.rows(piece, 0, (1, count), self._dtype)
+
     def _matrix(self, ranges: Sequence[RowRange], chunks: Sequence[range]) -> HostMatrix:
-        size = self._dtype.itemsize
-        views = tuple(
-            self.pool.rows(chunks[part.piece], part.offset * size, part.shape, self._dtype)
-            for part in ranges
-        )
+        size, rows = self._dtype.itemsize, [part.shape[0] for part in ranges]
+        places = [(chunks[part.piece], part.offset * size, part.shape) for part in ranges]
         return HostMatrix(
-            views, (0, *itertools.accumulate(len(view) for view in views))[: len(views)]
+            tuple(self.pool.rows(*place, self._dtype) for place in places),
+            (0, *itertools.accumulate(rows))[: len(rows)],
+            tuple(self.pool.data(piece, at, prod(shape) * size) for piece, at, shape in places),
         )
 
-    def _zero(self, pages: Sequence[Sequence[HostPage]], ranks: Tensor) -> None:
+    def _zero(self, pages: Sequence[Sequence[HostPage]], ranks: Sequence[Sequence[int]]) -> None:
         """Set to zero what no module may write: other layers, rows beyond a true rank."""
         for projection, own, of_layers in zip(self._projections, pages, ranks, strict=True):
             full = len(own) * PAGE_ROWS
             is_linear = projection.kind is ProjectionKind.LINEAR
-            if is_linear and int(of_layers[: projection.num_ranked].min()) == full:
+            if is_linear and min(of_layers[: projection.num_ranked]) == full:
                 continue  # All of its rows are written.
             for matrix in (matrix for page in own for matrix in (page.a, page.bt)):
                 matrix.zero()

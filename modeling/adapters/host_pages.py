@@ -8,7 +8,6 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 PAGE_ROWS = 8
@@ -20,10 +19,17 @@ class HostMatrix:
 
     ranges: row ranges [n, width], in order.
     firsts: the index of each range's first row.
+    data: the bytes of each range.
     """
 
     ranges: tuple[Tensor, ...]
     firsts: tuple[int, ...]
+    data: tuple[memoryview, ...]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return self.ranges[0].shape[1] * self.ranges[0].itemsize
 
     def zero(self) -> None:
         """Set all rows to zero."""
@@ -96,14 +102,13 @@ class HostMatrix:
     def copy_to(self, target: Tensor, begin: int = 0) -> None:
         """Queue a copy of rows from `begin` on to [rows, width], on the current stream."""
         for first, part in zip(self.firsts, self.ranges, strict=True):
-            start, stop = max(first, begin), min(first + len(part), begin + len(target))
+            count = part.shape[0]
+            start, stop = max(first, begin), min(first + count, begin + target.shape[0])
             if start < stop:
-                own = part[start - first : stop - first]
-                target[start - begin : stop - begin].copy_(own, non_blocking=True)
-
-    def memory(self) -> list[memoryview]:
-        """Return the bytes of each row range."""
-        return [part.flatten().view(torch.uint8).numpy().data for part in self.ranges]
+                own = part if stop - start == count else part[start - first : stop - first]
+                is_whole = stop - start == target.shape[0]
+                into = target if is_whole else target[start - begin : stop - begin]
+                into.copy_(own, non_blocking=True)
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,10 @@ class PinnedPool:
         self.chunk_bytes = chunk_bytes
         # NumPy requests huge pages: the first write to them is several times as fast, and later
         # ones find their addresses sooner.
-        self._memory = torch.from_numpy(np.empty(num_chunks * chunk_bytes, np.uint8))
+        memory = np.empty(num_chunks * chunk_bytes, np.uint8)
+        self._bytes = memory.data
+        self._memory = torch.from_numpy(memory)
+        self._numbers: dict[torch.dtype, Tensor] = {}
         if pinned and num_chunks:
             # Not at exit: CUDA may be gone by then, and the system frees the memory anyway.
             weakref.finalize(self, _pin(self._memory)).atexit = False
@@ -74,11 +77,26 @@ class PinnedPool:
                 self._leaving.append((after, list(pieces)))
 
     def rows(self, piece: range, offset: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        """Return a view of a piece from `offset` bytes on, as [rows, width]."""
-        first = piece.start * self.chunk_bytes + offset
-        num_bytes = shape[0] * shape[1] * dtype.itemsize
-        assert offset + num_bytes <= len(piece) * self.chunk_bytes, (offset, shape, dtype)
-        return self._memory[first : first + num_bytes].view(dtype).view(shape)
+        """Return a view of a piece from `offset` bytes on, as [rows, width].
+
+        Offsets and chunks are multiples of the type's size.
+        """
+        first = self._first(piece, offset, shape[0] * shape[1] * dtype.itemsize)
+        numbers = self._numbers.get(dtype)
+        if numbers is None:
+            numbers = self._numbers[dtype] = self._memory.view(dtype)
+        # One call: after each a thread waits for the interpreter while others stage.
+        return numbers.as_strided(shape, (shape[1], 1), first // dtype.itemsize)
+
+    def data(self, piece: range, offset: int, num_bytes: int) -> memoryview:
+        """Return bytes of a piece from `offset` on."""
+        first = self._first(piece, offset, num_bytes)
+        return self._bytes[first : first + num_bytes]
+
+    def _first(self, piece: range, offset: int, num_bytes: int) -> int:
+        """Return the pool's byte where these bytes of a piece begin."""
+        assert offset + num_bytes <= len(piece) * self.chunk_bytes, (piece, offset, num_bytes)
+        return piece.start * self.chunk_bytes + offset
 
     def check(self, taken: Sequence[range]) -> None:
         """Assert that every chunk is free, being copied, or in `taken` exactly once."""
