@@ -133,15 +133,15 @@ def _near(
 
     unwanted: takes all that lies between two targets, if it is as long.
     """
-    begin, end, buffers = 0, 0, list[memoryview]()
+    begin, end, buffers, most = 0, 0, list[memoryview](), len(unwanted)
     for first, buffer in sorted(targets, key=itemgetter(0)):
-        if buffers and not 0 <= first - end <= len(unwanted):
-            yield begin, buffers
-            buffers = []
-        if not buffers:
-            begin = first
-        elif first > end:
-            buffers.append(unwanted[: first - end])
+        between = first - end
+        if not buffers or not 0 <= between <= most:
+            if buffers:
+                yield begin, buffers
+            begin, buffers = first, []
+        elif between:
+            buffers.append(unwanted[:between])
         buffers.append(buffer)
         end = first + len(buffer)
     yield begin, buffers

@@ -182,7 +182,8 @@ class TensorFile:
 
     def read_pieces(self, pieces: Iterable[tuple[str, int, memoryview]]) -> None:
         """Fill buffers, each with bytes of a tensor from the given one on."""
-        targets = [(self._extent(key).begin + first, data) for key, first, data in pieces]
+        starts = {key: self._begin + each.data_offsets[0] for key, each in self._entries.items()}
+        targets = [(starts[key] + first, data) for key, first, data in pieces]
         read_pieces(self._file, targets)
 
     def _extent(self, key: str) -> Extent:

@@ -163,8 +163,9 @@ def _is_cut_once(projection: Projection) -> bool:
 def _lies_plain(adapter: PeftAdapter, name: str, dtype: torch.dtype) -> bool:
     """Return whether a module's tensors are A and B in the pools' type."""
     keys = adapter.names(name)
-    types = {STORED_TYPES.get(adapter.file.dtype(key)) for key in (keys.a, keys.b)}
-    return types == {dtype} and not keys.flipped and keys.part is None
+    if keys.flipped or keys.part is not None:
+        return False
+    return all(STORED_TYPES.get(adapter.file.dtype(key)) is dtype for key in (keys.a, keys.b))
 
 
 def _pieces(
@@ -197,10 +198,11 @@ def _row_pieces(
     memory, ((first, _),) = matrix.data, projection.inputs
     per_number, width = matrix.ranges[0].itemsize, projection.in_features
     row_bytes = matrix.row_bytes
+    count, stride = min(PAGE_ROWS, rank - number * PAGE_ROWS), width * per_number
+    begin = number * PAGE_ROWS * stride + first * per_number
     for layer, key in keys.items():
-        for row in range(min(PAGE_ROWS, rank - number * PAGE_ROWS)):
+        for row in range(count):
             target = layer * PAGE_ROWS + row
             part = bisect_right(matrix.firsts, target) - 1
             start = (target - matrix.firsts[part]) * row_bytes
-            at = ((number * PAGE_ROWS + row) * width + first) * per_number
-            yield key, at, memory[part][start : start + row_bytes]
+            yield key, begin + row * stride, memory[part][start : start + row_bytes]
