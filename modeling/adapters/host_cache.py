@@ -242,7 +242,7 @@ class HostAdapterCache:
             self._zero(pages, numbers)
             factors = find_in_file(opened, self._dtype) if self.direct_reads else None
             if factors is not None:
-                opened = factors.read_into(pages, [self._numbers(piece) for piece in chunks])
+                opened = factors.read_into(pages, self.pool.numbers(chunks, self._dtype))
             self._write(opened, pages, rows, SummedRows(adapter.row_sums))
             # After the last read, so that no later write can have been missed.
             _check_unchanged(adapter)
@@ -293,18 +293,13 @@ class HostAdapterCache:
             for own, count in zip(self._projections, num_pages, strict=True)
         )
 
-    def _numbers(self, piece: range) -> Tensor:
-        """Return a piece of the pool as a row of numbers, [1, n]."""
-        count = len(piece) * self.pool.chunk_bytes // self._dtype.itemsize
-        return self.pool.rows(piece, 0, (1, count), self._dtype)
-
     def _matrix(self, ranges: Sequence[RowRange], chunks: Sequence[range]) -> HostMatrix:
         size, rows = self._dtype.itemsize, [part.shape[0] for part in ranges]
-        places = [(chunks[part.piece], part.offset * size, part.shape) for part in ranges]
+        views = [(chunks[part.piece], part.offset * size, part.shape) for part in ranges]
         return HostMatrix(
-            tuple(self.pool.rows(*place, self._dtype) for place in places),
+            tuple(self.pool.rows(*view, self._dtype) for view in views),
             (0, *itertools.accumulate(rows))[: len(rows)],
-            tuple(self.pool.data(piece, at, prod(shape) * size) for piece, at, shape in places),
+            tuple(self.pool.data(piece, at, prod(shape) * size) for piece, at, shape in views),
         )
 
     def _zero(self, pages: Sequence[Sequence[HostPage]], ranks: Sequence[Sequence[int]]) -> None:

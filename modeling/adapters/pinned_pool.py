@@ -88,6 +88,11 @@ class PinnedPool:
         # One call: after each a thread waits for the interpreter while others stage.
         return numbers.as_strided(shape, (shape[1], 1), first // dtype.itemsize)
 
+    def numbers(self, pieces: Sequence[range], dtype: torch.dtype) -> list[Tensor]:
+        """Return each piece as a row of numbers, [1, n]."""
+        most = self.chunk_bytes // dtype.itemsize
+        return [self.rows(piece, 0, (1, len(piece) * most), dtype) for piece in pieces]
+
     def data(self, piece: range, offset: int, num_bytes: int) -> memoryview:
         """Return bytes of a piece from `offset` on."""
         first = self._first(piece, offset, num_bytes)
