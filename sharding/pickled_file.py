@@ -5,6 +5,7 @@ the file (https://docs.pytorch.org/docs/stable/notes/serialization.html); nothin
 """
 
 import os
+import pickletools
 import zipfile
 from collections.abc import KeysView
 from dataclasses import dataclass
@@ -19,8 +20,21 @@ from configs.reading import RegularFile
 from sharding.extents import CPU, Extent, read_cut, read_whole
 from sharding.slicing import Segments
 
-_MAX_PICKLE_BYTES = 64 << 20
+_MAX_PICKLE_BYTES = 8 << 20
+_MAX_OPERATIONS = 1 << 21
+"""Of the description: 200 bytes and 35 operations for each tensor are usual. An operation may take
+three microseconds and 64 bytes of memory."""
+
 _PICKLE_NAME = "data.pkl"
+_TENSORS_ALONE = {
+    "torch",
+    "torch._tensor",
+    "torch._utils",
+    "torch.nn.parameter",
+    "torch.serialization",
+    "torch.storage",
+}
+_MAPPING = ("collections", "OrderedDict")
 
 
 class UnreadablePickle(ValueError):
@@ -133,9 +147,11 @@ class PickledFile:
 
 
 def _check_pickle(descriptor: int) -> None:
-    """Refuse what torch.save never writes: compressed parts, and a very large description.
+    """Refuse what torch.save never writes of tensors.
 
-    torch reads more parts than the description whole, each into memory of the size that it names.
+    These are compressed parts, a very large description, and calls of anything but torch's own
+    functions. torch reads more parts than the description whole, each into memory of the size that
+    it names, and its reader of tensors alone would call `bytearray` with any number.
     """
     with open(os.dup(descriptor), "rb") as opened, zipfile.ZipFile(opened) as archive:
         for entry in archive.infolist():
@@ -145,4 +161,19 @@ def _check_pickle(descriptor: int) -> None:
             is_description = entry.filename.lower().endswith(_PICKLE_NAME)
             if is_description and entry.file_size > _MAX_PICKLE_BYTES:
                 raise ValueError(f"its {_PICKLE_NAME} has {entry.file_size} bytes")
+    with open(os.dup(descriptor), "rb") as opened:
+        opened.seek(0)
+        # By torch's own reader of archives: another might find another part of this name.
+        _check_names(torch._C.PyTorchFileReader(opened).get_record(_PICKLE_NAME))
     os.lseek(descriptor, 0, os.SEEK_SET)
+
+
+def _check_names(description: bytes) -> None:
+    """Refuse very many operations, and names that are neither torch's nor a mapping."""
+    for number, (opcode, argument, _) in enumerate(pickletools.genops(description)):
+        if number == _MAX_OPERATIONS:
+            raise ValueError(f"its {_PICKLE_NAME} has more than {number} operations")
+        if opcode.name == "GLOBAL":
+            module, _, name = str(argument).partition(" ")
+            if module not in _TENSORS_ALONE and (module, name) != _MAPPING:
+                raise ValueError(f"its {_PICKLE_NAME} calls {module}.{name}")

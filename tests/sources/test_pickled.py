@@ -2,6 +2,7 @@
 
 import os
 import zipfile
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 
@@ -91,7 +92,7 @@ def test_tensors_that_no_adapter_has_are_refused(
     [
         ("data.pkl", zipfile.ZIP_DEFLATED, "data.pkl is compressed"),
         ("version", zipfile.ZIP_DEFLATED, "version is compressed"),
-        ("data.pkl", zipfile.ZIP_STORED, "data.pkl has 67108865 bytes"),
+        ("data.pkl", zipfile.ZIP_STORED, "data.pkl has 8388609 bytes"),
     ],
 )
 def test_parts_that_take_far_more_memory_than_a_real_one_are_refused(
@@ -110,12 +111,70 @@ def test_parts_that_take_far_more_memory_than_a_real_one_are_refused(
             elif compression == zipfile.ZIP_DEFLATED:
                 archive.writestr(name, content, compression)
             else:
-                archive.writestr(f"{folder}/{plain.upper()}", content.ljust(2**26 + 1, b"\0"))
+                archive.writestr(f"{folder}/{plain.upper()}", content.ljust(2**23 + 1, b"\0"))
     os.utime(path, (1, 1))
     store = sources(tmp_path, local_roots=[str(tmp_path)], allow_pickle=True)
     with pytest.raises(AdapterError, match=message) as raised:
         fetch(store, RED)
     assert raised.value.refusal is AdapterRefusal.UNSUPPORTED
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (bytearray(8), "calls __builtin__.bytearray"),
+        (Counter("a"), "calls collections.Counter"),
+        ({1, 2}, "calls __builtin__.set"),
+    ],
+)
+def test_calls_that_no_tensor_needs_are_refused(
+    tmp_path: Path, value: object, message: str
+) -> None:
+    """torch's reader of tensors alone would call them: `bytearray` with any number of bytes."""
+    pickled(tmp_path / "red")
+    path = tmp_path / "red" / "adapter_model.bin"
+    torch.save({"a": value}, path)
+    os.utime(path, (1, 1))
+    store = sources(tmp_path, local_roots=[str(tmp_path)], allow_pickle=True)
+    with pytest.raises(AdapterError, match=message) as raised:
+        fetch(store, RED)
+    assert raised.value.refusal is AdapterRefusal.UNSUPPORTED
+
+
+def test_a_few_bytes_ask_for_no_memory(tmp_path: Path) -> None:
+    """A description that would have 2^40 bytes allocated, and one of very many operations."""
+    pickled(tmp_path / "red")
+    path = tmp_path / "red" / "adapter_model.bin"
+    torch.save({"a": bytearray(8)}, path)
+    with zipfile.ZipFile(path) as archive:
+        parts = {name: archive.read(name) for name in archive.namelist()}
+    large = b"c__builtin__\nbytearray\n\x8a\x06\0\0\0\0\0\x01\x85R"
+    cases = (
+        (large, r"calls __builtin__\.bytearray"),
+        (b"}" * 2**22, "more than 2097152 operations"),
+    )
+    for operations, message in cases:
+        with zipfile.ZipFile(path, "w") as archive:
+            for name, content in parts.items():
+                is_description = name.endswith("data.pkl")
+                archive.writestr(
+                    name, b"\x80\x02" + operations + b"." if is_description else content
+                )
+        os.utime(path, (1, 1))
+        store = sources(tmp_path, local_roots=[str(tmp_path)], allow_pickle=True)
+        with pytest.raises(AdapterError, match=message):
+            fetch(store, RED)
+
+
+def test_parameters_and_plain_mappings_are_read(tmp_path: Path) -> None:
+    tensors = pickled(tmp_path / "red")
+    own = OrderedDict((name, torch.nn.Parameter(t)) for name, t in tensors.items())
+    path = tmp_path / "red" / "adapter_model.bin"
+    torch.save(own, path)
+    os.utime(path, (1, 1))
+    found = fetch(sources(tmp_path, local_roots=[str(tmp_path)], allow_pickle=True), RED)
+    read = load_file(found.folder / "adapter_model.safetensors")
+    assert all(torch.equal(read[name], tensors[name]) for name in tensors)
 
 
 def test_a_link_that_leads_out_since_the_look(tmp_path: Path) -> None:
