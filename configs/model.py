@@ -56,6 +56,7 @@ class ToolParser(StrEnum):
     GEMMA = "gemma"
     FUNCTION_GEMMA = "function_gemma"
     PYTHONIC = "pythonic"
+    LFM2 = "lfm2"
     HARMONY = "harmony"
 
 

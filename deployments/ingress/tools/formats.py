@@ -1,7 +1,7 @@
 # ruff: noqa: RUF001 (the bars of DeepSeek)
 """How models write calls of functions: a table of formats, and how one is found."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
 from typing import NamedTuple
@@ -192,6 +192,9 @@ FORMATS = {
         quote="<escape>",
     ),
     ToolParser.PYTHONIC: _PYTHON_LIST,
+    ToolParser.LFM2: replace(
+        _PYTHON_LIST, begins=("<|tool_call_start|>",), end="<|tool_call_end|>", at_start=False
+    ),
     ToolParser.HARMONY: CallFormat(others=_CHANNEL_MARKS, channels=True),
 }
 FORCED = CallFormat(at_start=True, constrained=True)
@@ -211,6 +214,8 @@ TRACES = (
     ("<function=", ToolParser.QWEN3_CODER),
     ("<arg_key>", ToolParser.GLM),
     ("<|python_start|>", ToolParser.PYTHONIC),
+    ("<|tool_call_start|>", ToolParser.LFM2),
+    ("<|tool_list_start|>", ToolParser.LFM2),
     ("<tool_call>", ToolParser.HERMES),
 )
 """Texts in chat templates that show the format of calls; the more specific first."""

@@ -71,6 +71,7 @@ WRITTEN = {
     ToolParser.FUNCTION_GEMMA: "<start_function_call>call:get{town:<escape>Paris<escape>,days:3}"
     "<end_function_call>",
     ToolParser.PYTHONIC: "<|python_start|>[get(town='Paris', days=3)]<|python_end|>",
+    ToolParser.LFM2: "<|tool_call_start|>[get(town='Paris', days=3)]<|tool_call_end|>",
 }
 """One call as models of each format write it."""
 NEXT = {
@@ -79,6 +80,7 @@ NEXT = {
     ToolParser.KIMI: ("<|tool_calls_section_end|>", "<|tool_call_begin|>functions.get:1"
                       "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>"),
     ToolParser.PYTHONIC: ("]<|python_end|>", ", get()]"),
+    ToolParser.LFM2: ("]<|tool_call_end|>", ", get()]<|tool_call_end|>"),
     ToolParser.GRANITE: ("]", ', {"name": "get", "arguments": {}}]'),
     ToolParser.MINIMAX: ("</minimax:tool_call>", '<invoke name="get">\n</invoke>\n'
                          "</minimax:tool_call>"),
