@@ -26,7 +26,7 @@ _MAX_OPERATIONS = 1 << 21
 three microseconds and 64 bytes of memory."""
 
 _PICKLE_NAME = "data.pkl"
-_TENSORS_ALONE = {
+_TORCH_MODULES = {
     "torch",
     "torch._tensor",
     "torch._utils",
@@ -175,5 +175,5 @@ def _check_names(description: bytes) -> None:
             raise ValueError(f"its {_PICKLE_NAME} has more than {number} operations")
         if opcode.name == "GLOBAL":
             module, _, name = str(argument).partition(" ")
-            if module not in _TENSORS_ALONE and (module, name) != _MAPPING:
+            if module not in _TORCH_MODULES and (module, name) != _MAPPING:
                 raise ValueError(f"its {_PICKLE_NAME} calls {module}.{name}")

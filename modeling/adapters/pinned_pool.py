@@ -35,7 +35,7 @@ class PinnedPool:
         memory = np.empty(num_chunks * chunk_bytes, np.uint8)
         self._bytes = memory.data
         self._memory = torch.from_numpy(memory)
-        self._numbers: dict[torch.dtype, Tensor] = {}
+        self._typed: dict[torch.dtype, Tensor] = {}
         if pinned and num_chunks:
             # Not at exit: CUDA may be gone by then, and the system frees the memory anyway.
             weakref.finalize(self, _pin(self._memory)).atexit = False
@@ -82,9 +82,9 @@ class PinnedPool:
         Offsets and chunks are multiples of the type's size.
         """
         first = self._first(piece, offset, shape[0] * shape[1] * dtype.itemsize)
-        numbers = self._numbers.get(dtype)
+        numbers = self._typed.get(dtype)
         if numbers is None:
-            numbers = self._numbers[dtype] = self._memory.view(dtype)
+            numbers = self._typed[dtype] = self._memory.view(dtype)
         # One call: after each a thread waits for the interpreter while others stage.
         return numbers.as_strided(shape, (shape[1], 1), first // dtype.itemsize)
 
