@@ -14,6 +14,7 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from ray.util import get_current_placement_group
 
 from configs.engine import EngineConfig
+from configs.interpreter import freeze_objects, shorten_switch_interval
 from configs.serve import ServeConfig
 from configs.wire.adapters import AdapterReference
 from configs.wire.templates import TemplateSource
@@ -67,6 +68,7 @@ class DriverDeployment:
         """
         self._log_format = config.observability.log_format
         hand_logs_to_serve()
+        shorten_switch_interval()
         folder = fetch_model(config.engine.model)
         logger.info("loading %s over %d ranks", folder.name, config.engine.tensor_parallel)
         context = serve.get_replica_context()
@@ -86,6 +88,7 @@ class DriverDeployment:
             asyncio.create_task(each)
             for each in (self._report(), follow, self._engine.watch_catalogue())
         ]
+        freeze_objects()
 
     def _group(self, engine: EngineConfig, folder: Path) -> RankGroup:
         """The ranks in this replica's placement group."""

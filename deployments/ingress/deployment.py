@@ -14,6 +14,7 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
 from configs.env import proxy_mode
+from configs.interpreter import freeze_objects, shorten_switch_interval
 from configs.serve import BasesConfig, ServeConfig
 from configs.wire.adapters import AdapterReference
 from configs.wire.templates import TemplateSource
@@ -173,8 +174,10 @@ class IngressFront:
 
     @asynccontextmanager
     async def lifespan(self, _: FastAPI) -> AsyncIterator[None]:
-        """Bind the socket."""
+        """Bind the socket, and set the process up for a long life."""
         self._bound.append(await self._receiver.start(ray.util.get_node_ip_address()))
+        shorten_switch_interval()
+        freeze_objects()
         async with self._peers.watched() if self._watches else nullcontext():
             yield
         await self._receiver.close()

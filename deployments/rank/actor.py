@@ -11,7 +11,7 @@ import ray
 
 from configs.engine import EngineConfig
 from configs.env import cuda_ordinal
-from configs.interpreter import shorten_switch_interval
+from configs.interpreter import freeze_objects, shorten_switch_interval
 from configs.observability import LogFormat
 from deployments.observability.logs import configure_logs
 from deployments.rank.ahead import Expected, StartAhead
@@ -77,6 +77,8 @@ class RankActor:
         """
         try:
             self._host(config, "").prepare(context=bool(self._gpus))
+            # Here, so that less is left for `run`, for which requests wait.
+            freeze_objects()
         finally:
             self._prepared.set()
 
@@ -152,6 +154,7 @@ class RankActor:
 
     def run(self, address: Address, same_node: bool) -> None:
         """Run plans until the driver closes the connection; the call fails if the process ends."""
+        freeze_objects()
         self._present.run(dial(address, self._rank, same_node))
 
     @property
