@@ -170,8 +170,11 @@ def test_deltas_of_gate_and_up_beside_silu(
             data.add(y, x, layer, GATED.targets)
             gate, up = y.double().chunk(2, dim=1)
             own = torch.nn.functional.silu(gate) * up
-            # y is rounded here before silu, which multiplies that where gate is far below 0.
-            torch.testing.assert_close(found.double(), own, rtol=bound, atol=1e-3)
+            # y is rounded here before silu, whose slope carries that on.
+            share = torch.sigmoid(gate)
+            slope = share * (1 + gate * (1 - share))
+            moved = TOLERANCE[dtype] * (gate * slope * up).abs()
+            assert ((found.double() - own).abs() - moved <= bound * own.abs() + 1e-3).all()
         for at, case in enumerate(CASES):
             data = plan.batch(num_tokens, tiles if at % 2 else None)
             check(bank, data, case, of, at % NUM_LAYERS)
