@@ -73,21 +73,30 @@ class BaseDirectory:
 
     async def find(self, model: str) -> tuple[str, str] | None:
         """The base, and the model's name there; None if no base knows it."""
+        if model in self._engines:
+            return model, await self._model_name(model)
         base, slash, rest = model.partition("/")
         if slash and base in self._engines:
             return base, rest
         found = self._known(model)
-        if found is None:
-            # A name may be new: look again.
+        if found is None or self._engines[found].changed:
+            # A name may be new, or its base may have it no longer: look again.
             fresh = (_look(engine) for engine in self._engines.values())
             await asyncio.gather(*fresh, return_exceptions=True)
             found = self._known(model)
         return None if found is None else (found, model)
 
+    async def _model_name(self, base: str) -> str:
+        """What the application of a base calls its model; "" means it too."""
+        engine = self._engines[base]
+        if engine.latest is None:
+            await asyncio.gather(_look(engine), return_exceptions=True)
+        return "" if engine.latest is None else engine.latest.model_name
+
     def _known(self, model: str) -> str | None:
         for base, engine in self._engines.items():
             info = engine.latest
-            if model == base or (info and model in (info.model_name, info.model_id)):
+            if info and model in (info.model_name, info.model_id):
                 return base
         return next((base for base in self._engines if model in self._adapters(base)), None)
 

@@ -175,6 +175,39 @@ def test_a_base_that_starts_delays_no_other(
         assert http.get(path).status_code == 503
 
 
+@pytest.mark.parametrize("path", ["", "/large"])
+def test_an_adapter_is_found_as_soon_as_a_command_has_named_it(
+    bases: Bases, http: TestClient, path: str
+) -> None:
+    base = path.removeprefix("/") or "small"
+    http.get("/v1/models")
+    driver = bases.drivers[base]
+    before = driver.info.adapters
+    for route, adapters, served in (
+        ("load_lora_adapter", [*before, AdapterInfo("new", "local", "disk")], base),
+        ("unload_lora_adapter", before, "small"),
+    ):
+        driver.info = replace(driver.info, adapters=adapters)
+        body = {"lora_name": "new", "lora_path": "poet"}
+        command = http.post(f"{path}/v1/{route}", json=body)
+        assert command.status_code == 200, command.text
+        reply = http.post("/v1/completions", json={"model": "new", "prompt": "x"})
+        assert reply.status_code == 200, reply.text
+        assert bases.served() == (served, local("new"))
+
+
+def test_a_base_is_called_by_its_name_and_by_that_of_its_model(
+    bases: Bases, http: TestClient
+) -> None:
+    driver = bases.drivers["large"]
+    driver.info = replace(driver.info, model_name="llama")
+    for model in ("large", "llama", "large/llama"):
+        reply = http.post("/v1/completions", json={"model": model, "prompt": "x"})
+        assert (reply.status_code, reply.json().get("model")) == (200, "llama"), reply.text
+        assert bases.served() == ("large", None)
+    assert http.get("/v1/models/large").json()["id"] == "llama"
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -257,6 +290,8 @@ def test_names_of_bases() -> None:
     same = {"engine": {"model": {"id": "org/x", "name": "same"}}}
     with pytest.raises(ValidationError, match="the same engine"):
         BasesConfig.model_validate({"models": {"a": same, "b": same}})
+    with pytest.raises(ValidationError, match="`same` is another base"):
+        BasesConfig.model_validate({"models": {"a": same, "same": engine}})
 
 
 def test_batches_are_of_all_bases_and_of_keys_by_their_names() -> None:
