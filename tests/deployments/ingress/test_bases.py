@@ -280,6 +280,30 @@ def test_each_base_has_its_own_keys(tmp_path: Path) -> None:
         assert http.get("/v1/models").status_code == 401
 
 
+def test_a_name_that_is_listed_for_a_key_is_served_to_it(tmp_path: Path) -> None:
+    apis = {
+        base: ApiConfig.model_validate(
+            {"keys": [{"name": base, "sha256": hashlib.sha256(base.encode()).hexdigest()}]}
+        )
+        for base in ("small", "large")
+    }
+    bases = Bases(tmp_path, None, **apis)
+    with TestClient(bases.front, base_url="http://localhost") as http:
+        for base in apis:
+            headers = {"authorization": f"Bearer {base}"}
+            ids = [row["id"] for row in http.get("/v1/models", headers=headers).json()["data"]]
+            assert {base, "poet"} <= set(ids)
+            for id in ids:
+                assert http.get(f"/v1/models/{id}", headers=headers).status_code == 200, id
+                body = {"model": id, "prompt": "x", "max_tokens": 1}
+                reply = http.post("/v1/completions", json=body, headers=headers)
+                assert reply.status_code == 200, reply.text
+                assert bases.served()[0] == base
+        # What another base alone has stays closed.
+        refused = http.get("/v1/models/pirate", headers={"authorization": "Bearer large"})
+        assert refused.status_code == 401
+
+
 def test_names_of_bases() -> None:
     engine = {"engine": {"model": {"id": "org/x"}}}
     config = BasesConfig.model_validate({"models": {"small": engine}})
