@@ -77,6 +77,11 @@ class BasesConfig(Config):
         names = [each.engine.model.name for each in self.models.values() if each.engine.model.name]
         if len(set(names)) < len(names):
             raise ValueError("models: two bases have the same engine.model.name")
+        for base, each in self.models.items():
+            if each.engine.model.name in self.models.keys() - {base}:
+                raise ValueError(
+                    f"models.{base}.engine.model.name: `{each.engine.model.name}` is another base"
+                )
         if self.batches.storage is not None:
             self._require_same_keys()
         return self

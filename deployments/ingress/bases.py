@@ -7,7 +7,7 @@ request that names none goes to the first base.
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -71,25 +71,38 @@ class BaseDirectory:
         self._engines = engines
         self._names: dict[str, tuple[EngineInfo, frozenset[str]]] = {}
 
-    async def find(self, model: str) -> tuple[str, str] | None:
-        """The base, and the model's name there; None if no base knows it."""
+    async def find(self, model: str, usable: Collection[str]) -> tuple[str, str] | None:
+        """The base, and the model's name there; None if no base knows it.
+
+        usable: the bases that the caller may use; of two adapters of one name, theirs is meant.
+        """
+        if model in self._engines:
+            return model, await self._model_name(model)
         base, slash, rest = model.partition("/")
         if slash and base in self._engines:
             return base, rest
-        found = self._known(model)
-        if found is None:
-            # A name may be new: look again.
+        found = self._known(model, usable)
+        if found is None or self._engines[found].changed:
+            # A name may be new, or its base may have it no longer: look again.
             fresh = (_look(engine) for engine in self._engines.values())
             await asyncio.gather(*fresh, return_exceptions=True)
-            found = self._known(model)
+            found = self._known(model, usable)
         return None if found is None else (found, model)
 
-    def _known(self, model: str) -> str | None:
+    async def _model_name(self, base: str) -> str:
+        """What the application of a base calls its model; "" means it too."""
+        engine = self._engines[base]
+        if engine.latest is None:
+            await asyncio.gather(_look(engine), return_exceptions=True)
+        return "" if engine.latest is None else engine.latest.model_name
+
+    def _known(self, model: str, usable: Collection[str]) -> str | None:
         for base, engine in self._engines.items():
             info = engine.latest
-            if model == base or (info and model in (info.model_name, info.model_id)):
+            if info and model in (info.model_name, info.model_id):
                 return base
-        return next((base for base in self._engines if model in self._adapters(base)), None)
+        having = [base for base in self._engines if model in self._adapters(base)]
+        return next((base for base in having if base in usable), next(iter(having), None))
 
     def _adapters(self, base: str) -> frozenset[str]:
         """The names of a base's adapters; made once for each description."""
@@ -175,9 +188,15 @@ class BaseDispatch:
             return False
         if path == _PUSH or path.startswith(_ADMIN):
             return False
-        presented = api_key(Request(scope))
-        return _batch_key(scope) is not None or any(
-            keys.grant(presented) is not None for keys in self._keys.values()
+        return _batch_key(scope) is not None or bool(self._usable(scope))
+
+    def _usable(self, scope: Scope) -> frozenset[str]:
+        """The bases that the caller's key opens, or that of its batch."""
+        batch, presented = _batch_key(scope), api_key(Request(scope))
+        return frozenset(
+            name
+            for name, keys in self._keys.items()
+            if (keys.grant(presented) if batch is None else keys.of_batch(batch)) is not None
         )
 
     def _base_of_key(self, scope: Scope) -> str:
@@ -204,14 +223,14 @@ class BaseDispatch:
         message = await receive()
         body: bytes = message["body"]
         model = _model_of(body)
-        found = await self._directory.find(model) if model else None
+        found = await self._directory.find(model, self._usable(scope)) if model else None
         base, name = found or (self._first, model)
         if name is not None and name != model:
             body = _with_model(body, name)
         await self._pass(base, scope, replaying(body, receive), send)
 
     async def _model(self, scope: Scope, id: str, receive: Receive, send: Send) -> None:
-        base, name = await self._directory.find(id) or (self._first, id)
+        base, name = await self._directory.find(id, self._usable(scope)) or (self._first, id)
         root = scope["path"].removesuffix(route_path(Request(scope)))
         path = f"{root}{_MODELS}/{name}"
         await self._apps[base]({**scope, "path": path, "raw_path": path.encode()}, receive, send)

@@ -171,6 +171,7 @@ class EngineClient:
         self._refreshing = asyncio.Lock()
         self._refreshed_at = float("-inf")
         self._num_refreshes = 0
+        self._num_commands = self._known_commands = 0
         self._served: ServedModel | None = None
         self._failure: RequestError | None = None
         # Weak: a call ends with its request, which need not report that here.
@@ -188,6 +189,11 @@ class EngineClient:
     def latest(self) -> EngineInfo | None:
         """The last known description, however old; None before the first."""
         return None if self._served is None else self._served.info
+
+    @property
+    def changed(self) -> bool:
+        """Whether an admin command has run here since the last description was fetched."""
+        return self._known_commands != self._num_commands
 
     async def served(self) -> ServedModel:
         """The last known description, however old, and the tokenizer."""
@@ -215,7 +221,10 @@ class EngineClient:
 
     async def adapters(self, command: EngineCommand) -> list[AdapterReport]:
         """Execute an admin command on every driver replica."""
-        return await self._driver.adapters(command)
+        try:
+            return await self._driver.adapters(command)
+        finally:
+            self._num_commands += 1
 
     async def sleeping(self) -> bool:
         """Whether the ranks of all driver replicas sleep; RequestError if none answers."""
@@ -228,7 +237,7 @@ class EngineClient:
         num_before = self._num_refreshes
         async with self._refreshing:
             age = self.settings.clock() - self._refreshed_at
-            stale = self._failure is not None or age > _INFO_SECONDS
+            stale = self._failure is not None or age > _INFO_SECONDS or self.changed
             # Callers that waited for the lock share the result of the one that had it, also if it
             # failed; else each of them would wait for a dead driver, one after another.
             if stale and self._num_refreshes == num_before:
@@ -239,6 +248,7 @@ class EngineClient:
             return self._served
 
     async def _request_info(self) -> None:
+        num_commands = self._num_commands
         try:
             info = await self._describe()
             self._served = ServedModel(info, await self._tokenizer_of(info))
@@ -247,6 +257,8 @@ class EngineClient:
             self._failure = failure
         self._refreshed_at = self.settings.clock()
         self._num_refreshes += 1
+        # A command that ended meanwhile is not in this description.
+        self._known_commands = num_commands
 
     async def _describe(self) -> EngineInfo:
         try:

@@ -175,6 +175,39 @@ def test_a_base_that_starts_delays_no_other(
         assert http.get(path).status_code == 503
 
 
+@pytest.mark.parametrize("path", ["", "/large"])
+def test_an_adapter_is_found_as_soon_as_a_command_has_named_it(
+    bases: Bases, http: TestClient, path: str
+) -> None:
+    base = path.removeprefix("/") or "small"
+    http.get("/v1/models")
+    driver = bases.drivers[base]
+    before = driver.info.adapters
+    for route, adapters, served in (
+        ("load_lora_adapter", [*before, AdapterInfo("new", "local", "disk")], base),
+        ("unload_lora_adapter", before, "small"),
+    ):
+        driver.info = replace(driver.info, adapters=adapters)
+        body = {"lora_name": "new", "lora_path": "poet"}
+        command = http.post(f"{path}/v1/{route}", json=body)
+        assert command.status_code == 200, command.text
+        reply = http.post("/v1/completions", json={"model": "new", "prompt": "x"})
+        assert reply.status_code == 200, reply.text
+        assert bases.served() == (served, local("new"))
+
+
+def test_a_base_is_called_by_its_name_and_by_that_of_its_model(
+    bases: Bases, http: TestClient
+) -> None:
+    driver = bases.drivers["large"]
+    driver.info = replace(driver.info, model_name="llama")
+    for model in ("large", "llama", "large/llama"):
+        reply = http.post("/v1/completions", json={"model": model, "prompt": "x"})
+        assert (reply.status_code, reply.json().get("model")) == (200, "llama"), reply.text
+        assert bases.served() == ("large", None)
+    assert http.get("/v1/models/large").json()["id"] == "llama"
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -247,6 +280,30 @@ def test_each_base_has_its_own_keys(tmp_path: Path) -> None:
         assert http.get("/v1/models").status_code == 401
 
 
+def test_a_name_that_is_listed_for_a_key_is_served_to_it(tmp_path: Path) -> None:
+    apis = {
+        base: ApiConfig.model_validate(
+            {"keys": [{"name": base, "sha256": hashlib.sha256(base.encode()).hexdigest()}]}
+        )
+        for base in ("small", "large")
+    }
+    bases = Bases(tmp_path, None, **apis)
+    with TestClient(bases.front, base_url="http://localhost") as http:
+        for base in apis:
+            headers = {"authorization": f"Bearer {base}"}
+            ids = [row["id"] for row in http.get("/v1/models", headers=headers).json()["data"]]
+            assert {base, "poet"} <= set(ids)
+            for id in ids:
+                assert http.get(f"/v1/models/{id}", headers=headers).status_code == 200, id
+                body = {"model": id, "prompt": "x", "max_tokens": 1}
+                reply = http.post("/v1/completions", json=body, headers=headers)
+                assert reply.status_code == 200, reply.text
+                assert bases.served()[0] == base
+        # What another base alone has stays closed.
+        refused = http.get("/v1/models/pirate", headers={"authorization": "Bearer large"})
+        assert refused.status_code == 401
+
+
 def test_names_of_bases() -> None:
     engine = {"engine": {"model": {"id": "org/x"}}}
     config = BasesConfig.model_validate({"models": {"small": engine}})
@@ -257,6 +314,8 @@ def test_names_of_bases() -> None:
     same = {"engine": {"model": {"id": "org/x", "name": "same"}}}
     with pytest.raises(ValidationError, match="the same engine"):
         BasesConfig.model_validate({"models": {"a": same, "b": same}})
+    with pytest.raises(ValidationError, match="`same` is another base"):
+        BasesConfig.model_validate({"models": {"a": same, "same": engine}})
 
 
 def test_batches_are_of_all_bases_and_of_keys_by_their_names() -> None:
