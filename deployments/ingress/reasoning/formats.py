@@ -20,16 +20,23 @@ class ReasoningFormat(NamedTuple):
     """The marks around the reasoning of an answer.
 
     channels: the answer is a sequence of messages in channels, each with a header.
+    begin_token: the token that `begin` starts with, if that has more than one; "": it has one.
     """
 
     begin: str
     end: str
     channels: bool = False
+    begin_token: str = ""
 
     @property
     def markers(self) -> frozenset[str]:
-        """All marks; the reader needs their text also if they are special tokens."""
-        return _CHANNEL_MARKERS if self.channels else frozenset((self.begin, self.end))
+        """The tokens of all marks; the reader needs their text also if they are special."""
+        return _CHANNEL_MARKERS if self.channels else frozenset((self.first, self.end))
+
+    @property
+    def first(self) -> str:
+        """The first token of the reasoning."""
+        return self.begin_token or self.begin
 
     def start(self, prompt: str) -> Start:
         """Where an answer to this prompt begins; many templates write a mark at its end."""
@@ -73,7 +80,7 @@ async def free_part(
         return None
     if start is Start.REASONING:
         return FreePart(end=(ids[format.end],))
-    return FreePart(ids[format.begin], (ids[format.end],)) if format.begin in ids else None
+    return FreePart(ids[format.first], (ids[format.end],)) if format.first in ids else None
 
 
 _CHANNEL_MARKERS = frozenset((
@@ -85,7 +92,9 @@ FORMATS = {
         "<|channel|>analysis<|message|>", "<|channel|>final<|message|>", channels=True
     ),
     ReasoningParser.MISTRAL: ReasoningFormat("[THINK]", "[/THINK]"),
-    ReasoningParser.GEMMA: ReasoningFormat("<|channel>thought", "<channel|>"),
+    ReasoningParser.GEMMA: ReasoningFormat(
+        "<|channel>thought", "<channel|>", begin_token="<|channel>"
+    ),
     ReasoningParser.SEED: ReasoningFormat("<seed:think>", "</seed:think>"),
     ReasoningParser.COMMAND: ReasoningFormat("<|START_THINKING|>", "<|END_THINKING|>"),
     ReasoningParser.GRANITE: ReasoningFormat(

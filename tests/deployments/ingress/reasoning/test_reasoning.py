@@ -181,6 +181,19 @@ def test_marks_that_the_model_does_not_have(
     assert (sampling.free_from, sampling.free_until) == (-1, ())
 
 
+def test_a_mark_of_a_token_and_a_word(http: httpx.Client, server: Server, tmp_path: Path) -> None:
+    """Gemma 4's: only the first token of its opening mark is special."""
+    marks = ["<|channel>", "<channel|>"]
+    driver = serve(server, tmp_path, TEMPLATE + "{# <|channel>thought <channel|> #}", marks)
+    driver.replies[None] = "<|channel>thought\nA capital.\n<channel|>{}"
+    begin, end = (token_id(driver.tokenizer, mark) for mark in marks)
+    for extra in ({}, {"response_format": {"type": "json_object"}}):
+        got = both(http, **extra)
+        assert (got["reasoning"], got["content"]) == ("A capital.", "{}")
+    sampling = driver.requests[-1].sequences[0].sampling
+    assert (sampling.free_from, sampling.free_until) == (begin, (end,))
+
+
 def test_channels_are_read_and_constrained(
     http: httpx.Client, server: Server, tmp_path: Path
 ) -> None:
