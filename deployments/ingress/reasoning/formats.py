@@ -20,23 +20,16 @@ class ReasoningFormat(NamedTuple):
     """The marks around the reasoning of an answer.
 
     channels: the answer is a sequence of messages in channels, each with a header.
-    begin_token: the token that `begin` starts with, if that has more than one; "": it has one.
     """
 
     begin: str
     end: str
     channels: bool = False
-    begin_token: str = ""
 
     @property
     def markers(self) -> frozenset[str]:
-        """The tokens of all marks; the reader needs their text also if they are special."""
-        return _CHANNEL_MARKERS if self.channels else frozenset((self.first, self.end))
-
-    @property
-    def first(self) -> str:
-        """The first token of the reasoning."""
-        return self.begin_token or self.begin
+        """All marks; the reader needs the text of their tokens also if these are special."""
+        return _CHANNEL_MARKERS if self.channels else frozenset((self.begin, self.end))
 
     def start(self, prompt: str) -> Start:
         """Where an answer to this prompt begins; many templates write a mark at its end."""
@@ -68,7 +61,8 @@ async def free_part(
     """
     if start is Start.TEXT:
         return FreePart()
-    ids = {mark: id for mark, id in tokenizer.added(format.markers).items() if id < vocab_size}
+    found = tokenizer.added_within(format.markers)
+    ids = {token: id for token, id in found.items() if id < vocab_size}
     if format.channels:
         if not format.markers <= ids.keys():
             return None
@@ -80,7 +74,9 @@ async def free_part(
         return None
     if start is Start.REASONING:
         return FreePart(end=(ids[format.end],))
-    return FreePart(ids[format.first], (ids[format.end],)) if format.first in ids else None
+    # A mark may be a token and a word.
+    first = max(filter(format.begin.startswith, ids), key=len, default=None)
+    return None if first is None else FreePart(ids[first], (ids[format.end],))
 
 
 _CHANNEL_MARKERS = frozenset((
@@ -92,9 +88,7 @@ FORMATS = {
         "<|channel|>analysis<|message|>", "<|channel|>final<|message|>", channels=True
     ),
     ReasoningParser.MISTRAL: ReasoningFormat("[THINK]", "[/THINK]"),
-    ReasoningParser.GEMMA: ReasoningFormat(
-        "<|channel>thought", "<channel|>", begin_token="<|channel>"
-    ),
+    ReasoningParser.GEMMA: ReasoningFormat("<|channel>thought", "<channel|>"),
     ReasoningParser.SEED: ReasoningFormat("<seed:think>", "</seed:think>"),
     ReasoningParser.COMMAND: ReasoningFormat("<|START_THINKING|>", "<|END_THINKING|>"),
     ReasoningParser.GRANITE: ReasoningFormat(

@@ -51,7 +51,7 @@ async def chat(
     parser = engine.settings.tool_parser
     tool_format = tooling(toolbox, template, parser, bool(wanted), past_calls)
     markers = tool_format.format.markers if tool_format is not None else frozenset()
-    marker_ids = served.tokenizer.added(markers)
+    marker_ids = served.tokenizer.added_within(markers)
     constraint = await engine.compiler.compiled(
         _constraint(wanted, tool_format, marker_ids), served.info
     )
@@ -80,7 +80,8 @@ async def _split(
         sequences = [_freed(sequence, free) for sequence in job.request.sequences]
         job = replace(job, request=msgspec.structs.replace(job.request, sequences=sequences))
     # Tokens of the reasoning are counted one by one.
-    job = replace(_showing(job, served.tokenizer.added(reasoning.markers)), per_token=True)
+    job = _showing(job, served.tokenizer.added_within(reasoning.markers))
+    job = replace(job, per_token=True)
     return ChatJob(job, replace(answers, reasoning=reasoning, start=start))
 
 

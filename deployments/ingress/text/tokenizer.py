@@ -4,7 +4,7 @@ transformers reads the folder's tokenizer (conversion.py, in another process). T
 the `tokenizers` library, so torch and transformers stay out of the ingress process.
 """
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -79,6 +79,8 @@ class ModelTokenizer:
         self._long_thread = BoundedThreads("long-texts", 1, _MAX_WAITING)
         added = tokenizer.get_added_tokens_decoder()
         self._added = {id: token.content for id, token in added.items()}
+        # By the marks of a format, of which there are few.
+        self._within: dict[frozenset[str], dict[str, int]] = {}
         self.special_ids = frozenset(id for id, token in added.items() if token.special)
         self._markers = cuts_sequences(tokenizer)
         self._hidden_ids = self.special_ids
@@ -189,9 +191,14 @@ class ModelTokenizer:
         needed = any(each in stop for stop in stops for each in contents.values() if each)
         return contents if needed else {}
 
-    def added(self, strings: Container[str]) -> dict[str, int]:
-        """The ids of those strings that are added tokens, special or not."""
-        return {string: id for id, string in self._added.items() if string in strings}
+    def added_within(self, marks: frozenset[str]) -> dict[str, int]:
+        """The ids of added tokens, special or not, that are one of these marks or part of one."""
+        found = self._within.get(marks)
+        if found is None:
+            named = {text: id for id, text in self._added.items() if text}
+            found = {text: id for text, id in named.items() if any(text in mark for mark in marks)}
+            self._within[marks] = found
+        return found
 
     def token_bytes(self, id: int) -> bytes:
         """The bytes of one token; a special token's content."""

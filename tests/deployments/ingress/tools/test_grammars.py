@@ -46,7 +46,7 @@ class Model:
         elif words == "added":
             self.tokenizer.add_tokens(tokens)
         self.tokenizer.save(str(folder / "tokenizer.json"))
-        self.ids = ModelTokenizer.load(str(folder)).added(format.markers)
+        self.ids = ModelTokenizer.load(str(folder)).added_within(format.markers)
         assert bool(self.ids) == (words != "plain" and bool(format.markers))
         self.guide = llguidance.LLTokenizer(
             str(folder / "tokenizer.json"), eos_token=[token_id(self.tokenizer, EOS)]

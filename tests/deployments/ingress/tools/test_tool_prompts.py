@@ -1,3 +1,4 @@
+# ruff: noqa: RUF001 (the bars of DeepSeek)
 """Tools in prompts, by the chat template, and the format of calls that follows from it."""
 
 import json
@@ -73,7 +74,8 @@ def test_arguments_of_earlier_calls_are_values_or_text(
 def native(server: Server, tmp_path: Path, request: pytest.FixtureRequest) -> FakeDriver:
     """The server over a model whose template knows tools; its special tokens are its markers."""
     markers: list[str] = request.param
-    write_tokenizer(tmp_path, NATIVE.replace("WORD", markers[0]))
+    # DeepSeek's marks begin with a bracket that is no part of the token.
+    write_tokenizer(tmp_path, NATIVE.replace("WORD", f"<{markers[0]}"))
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     tokenizer.add_special_tokens([AddedToken(marker, special=True) for marker in markers])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
@@ -94,6 +96,9 @@ def native(server: Server, tmp_path: Path, request: pytest.FixtureRequest) -> Fa
         (["<|python_tag|>"],
          '<|python_tag|>{"name": "get_weather", "parameters": {"town": "Paris"}}', 29),
         (["<unknown>"], '{"name": "get_weather", "parameters": {"town": "Paris"}}', 29),
+        (["｜DSML｜"], '<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n'
+         '<｜DSML｜parameter name="town" string="true">Paris</｜DSML｜parameter>\n'
+         "</｜DSML｜invoke>\n</｜DSML｜function_calls>", 29),
     ],
     indirect=["native"],
 )  # fmt: skip
