@@ -174,7 +174,7 @@ class IngressFront:
 
     @asynccontextmanager
     async def lifespan(self, _: FastAPI) -> AsyncIterator[None]:
-        """Bind the socket, and set the process up for a long life."""
+        """Bind the socket, and freeze what the start has made."""
         self._bound.append(await self._receiver.start(ray.util.get_node_ip_address()))
         shorten_switch_interval()
         freeze_objects()
