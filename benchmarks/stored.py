@@ -16,9 +16,15 @@ STORED: dict[str, dict[str, Any]] = {
         "group_size": 128,
         "desc_act": False,
         "sym": True,
+        "modules_in_block_to_quantize": [
+            f"{block}.{name}_proj"
+            for block, names in (("self_attn", "q k v o"), ("mlp", "gate up down"))
+            for name in names.split()
+        ],
     },
 }
-"""What config.json says of quantised weights; fp8 is made at load."""
+"""What config.json says of quantised weights; fp8 is made at load. For modules that are not named a
+peer may look into the weights' files, and random weights have none."""
 
 
 def mark_stored(folder: Path, form: str) -> None:

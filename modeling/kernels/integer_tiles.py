@@ -37,6 +37,9 @@ WIDE = ProductCut(32, 256, 128, 8, 3, blocks=132)
 """Of 17 to 32 tokens, where codes have no zero points or there are MANY outputs: programs that read
 x half as often."""
 
+NARROW, FEW = ProductCut(64, 64, 128, 4, 4, blocks=192), 4096
+"""Of 33 to 64 tokens, up to FEW outputs, where codes have no zero points: fewer shares to add."""
+
 RAISED = {torch.bfloat16: 128, torch.float16: 1024}
 """Numbers of which the lowest four bits are the lowest four of a whole number."""
 
@@ -166,6 +169,9 @@ def tile_cut(rows: int, groups: OperandGroups, outputs: int) -> ProductCut:
     is_wide = groups.table is None and (groups.zeros is None or outputs >= MANY)
     if is_wide and CUTS[1].rows < rows <= WIDE.rows:
         return WIDE
+    is_plain = groups.table is None and groups.zeros is None
+    if is_plain and WIDE.rows < rows <= NARROW.rows and outputs <= FEW:
+        return NARROW
     found = cut_of(CUTS, rows)
     assert found is not None, rows
     return found

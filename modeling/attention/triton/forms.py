@@ -9,6 +9,9 @@ from modeling.attention.base import AttentionSpec
 SMALL_SHARED = 2**17
 """Bytes of shared memory of one program; GPUs with less than this load fewer blocks ahead."""
 
+LARGE_SHARED = 3 * 2**16
+"""Bytes of it that an H100, an H200 or a B200 has, at least."""
+
 LEAST_TILE = 16
 """Lines of a product's first factor, at least."""
 
@@ -121,6 +124,8 @@ def prefill_form(spec: AttentionSpec, shared: int) -> PrefillForm:
         return PrefillForm(128, packed, 64, 4, 3)
     if width == 128:
         return PrefillForm(128, packed, 64, 8, 3 if large else 2)
+    if width == 256 and shared >= LARGE_SHARED:
+        return PrefillForm(128, packed, 32, 8, 3)
     if width == 256:
         return PrefillForm(64, packed, 32, 4, 2)
     return PrefillForm(64, packed, 16, 8, 2 if large else 1)
