@@ -319,10 +319,7 @@ class DriverEngine:
         """Every adapter by its own name, then the names that were given to others."""
         if not self._config.adapters.enabled:
             return []
-        listed = await self._directory.listing()
-        taken = {row.id for row in listed}
-        given = sorted((name.id, name.source.value) for name in self._aliases.all)
-        return listed + [AdapterInfo(id, src, "name") for id, src in given if id not in taken]
+        return self._aliases.listed(await self._directory.listing())
 
     def _on_events(self, events: Sequence[Event]) -> None:
         for event in events:
