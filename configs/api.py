@@ -7,6 +7,7 @@ from enum import StrEnum
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from configs.base import Config
+from configs.wire.adapters import AdapterSource, parse_pattern
 
 _SHA256_DIGITS = 64
 
@@ -56,6 +57,13 @@ class KeyConfig(SecretConfig):
     adapters: tuple[str, ...] | None = None
     requests_per_minute: PositiveInt | None = None
     tokens_per_minute: PositiveInt | None = None
+
+    @field_validator("adapters")
+    @classmethod
+    def _are_patterns(cls, given: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        for pattern in given or ():
+            parse_pattern(pattern, AdapterSource.HUB)
+        return given
 
 
 class AdminAccess(StrEnum):

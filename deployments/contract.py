@@ -159,12 +159,16 @@ class ReplyAddress(msgspec.Struct, frozen=True):
     secret: str
 
 
-class AdapterInfo(msgspec.Struct, frozen=True):
-    """One known adapter, for listings."""
+class AdapterInfo(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One known adapter, for listings.
+
+    target: of a name that was given to another adapter: that one's "source:id".
+    """
 
     id: str
     source: str
     state: str
+    target: str = ""
 
 
 class EngineInfo(msgspec.Struct, frozen=True):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sources.base import FoundAdapter, RemoteFile, RemoteSource, Token, Unreachable
-from sources.retry import RetryPolicy
+from sources.retry import RetryPolicy, fault_of
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Download:
         while _size(part) != file.size or not part.exists():
             try:
                 self._read(file, part)
-                fault: Exception = Unreachable(f"{file.name} has another size than it should")
+                fault: Exception = Unreachable("fewer bytes came than its source had announced")
             except Exception as error:
                 # The source knows which of its errors are transient.
                 if not self.source.is_transient(error):
@@ -52,7 +52,7 @@ class Download:
                 return
             attempt, longest = (0, now) if now > longest else (attempt + 1, longest)
             if attempt >= self.retry.attempts:
-                raise Unreachable(f"{file.name} broke off: {type(fault).__name__}") from fault
+                raise Unreachable(f"{file.name} broke off: {fault_of(fault)}") from fault
             self.retry.wait(attempt)
 
     def _read(self, file: RemoteFile, part: Path) -> None:

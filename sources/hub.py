@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from huggingface_hub import HfApi, get_session, get_token, hf_hub_url, snapshot_download
 from huggingface_hub.errors import (
@@ -29,12 +29,15 @@ from sources.base import (
     HTTPError,
     RemoteFile,
     Token,
+    Unreachable,
     is_adapter_file,
     refuse,
 )
-from sources.retry import RetryPolicy
+from sources.retry import RetryPolicy, fault_of
 
 _TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
+_MISSING = frozenset({404, 410})
+_DENIED = frozenset({401, 403})
 _LONGEST_TOKEN = 1024
 _OTHERS = f"{OTHERS_FOLDER}/*.jinja"
 
@@ -64,11 +67,16 @@ class HubSource:
             return self._offline(reference)
         except (HTTPError, HFValidationError) as error:
             _refuse(error, reference.id)
+            raise Unreachable(fault_of(error)) from error
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise Unreachable("its answer describes no repository") from error
         files = tuple(
-            RemoteFile(file.rfilename, file.size or 0, file.blob_id or "")
+            RemoteFile(file.rfilename, file.size, file.blob_id or "")
             for file in info.siblings or ()
             if is_adapter_file(file.rfilename, self._allow_pickle)
         )
+        if not info.sha or any(not isinstance(file.size, int) for file in files):
+            raise Unreachable("its answer lacks the commit, or the size of a file")
         return FoundAdapter(
             reference,
             f"hub:{self._api.endpoint}:{reference.id}@{info.sha}",
@@ -96,6 +104,12 @@ class HubSource:
                 if self.is_transient(error):
                     raise
                 _refuse(error, found.reference.id)
+                refuse(
+                    AdapterRefusal.UNAVAILABLE,
+                    f"adapter {found.reference.id!r} could not be read from the hub: try again "
+                    f"({fault_of(error)})",
+                    error,
+                )
             first = start if response.status_code == 206 else 0
             yield FileBody(first, response.iter_bytes())
 
@@ -187,15 +201,17 @@ def _check_token(token: Token, name: str) -> None:
         )
 
 
-def _refuse(error: Exception, name: str) -> NoReturn:
-    """Raise the AdapterError for the hub's error."""
+def _refuse(error: Exception, name: str) -> None:
+    """Raise AdapterError if the hub's error is about the adapter, or about the caller."""
+    status = getattr(getattr(error, "response", None), "status_code", None)
     if isinstance(error, GatedRepoError):
         refuse(
             AdapterRefusal.FORBIDDEN,
             f"adapter {name!r} is gated: send an api_token that may read it",
             error,
         )
-    if isinstance(error, RepositoryNotFoundError | RevisionNotFoundError | EntryNotFoundError):
+    missing = RepositoryNotFoundError | RevisionNotFoundError | EntryNotFoundError
+    if isinstance(error, missing) or status in _MISSING:
         refuse(
             AdapterRefusal.NOT_FOUND,
             f"adapter {name!r} was not found on the hub, or it is private and the request "
@@ -204,9 +220,9 @@ def _refuse(error: Exception, name: str) -> NoReturn:
         )
     if isinstance(error, HFValidationError):
         refuse(AdapterRefusal.NOT_FOUND, f"{name!r} is not a valid adapter id: {error}", error)
-    status = getattr(getattr(error, "response", None), "status_code", "no answer")
-    refuse(
-        AdapterRefusal.FORBIDDEN,
-        f"adapter {name!r}: the hub refused this request ({status}): check the api_token",
-        error,
-    )
+    if status in _DENIED:
+        refuse(
+            AdapterRefusal.FORBIDDEN,
+            f"adapter {name!r}: the hub refused this request ({status}): check the api_token",
+            error,
+        )

@@ -13,6 +13,14 @@ _LONGEST_WAIT_S = 10.0
 T = TypeVar("T")
 
 
+def fault_of(error: Exception) -> str:
+    """Return what a message says of a call that failed."""
+    if isinstance(error, Unreachable):
+        return str(error)
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    return type(error).__name__ if status is None else f"answer {status}"
+
+
 @dataclass(frozen=True)
 class RetryPolicy:
     """How often and when a call is repeated.
@@ -42,7 +50,7 @@ class RetryPolicy:
                 last = error
             if attempt + 1 < self.attempts:
                 self.wait(attempt)
-        raise Unreachable(f"{type(last).__name__} after {self.attempts} attempts") from last
+        raise Unreachable(f"{fault_of(last)} after {self.attempts} attempts") from last
 
     def wait(self, attempt: int) -> None:
         """Sleep before the next attempt, for a random time, so that callers do not coincide."""

@@ -1,6 +1,6 @@
 """Adapters in S3 buckets, under configured roots only, with the server's own credentials."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from typing import Any, NoReturn
 
@@ -46,11 +46,11 @@ class S3Source:
         bucket, prefix = self._location(reference)
         with self._answering(reference.id):
             listed = self._client.list_objects_v2(Bucket=bucket, Prefix=prefix, Delimiter="/")
-        files = tuple(
-            RemoteFile(name, entry["Size"], entry["ETag"])
-            for entry in listed.get("Contents", ())
-            if is_adapter_file(name := entry["Key"].removeprefix(prefix), self._allow_pickle)
-        )
+            files = tuple(
+                RemoteFile(name, entry["Size"], entry["ETag"])
+                for entry in _entries(listed)
+                if is_adapter_file(name := entry["Key"].removeprefix(prefix), self._allow_pickle)
+            )
         if not files:
             refuse(
                 AdapterRefusal.NOT_FOUND,
@@ -67,7 +67,7 @@ class S3Source:
         pages = self._client.get_paginator("list_objects_v2")
         with self._answering(prefix):
             for page in pages.paginate(Bucket=bucket, Prefix=path):
-                for entry in page.get("Contents", ()):
+                for entry in _entries(page):
                     folder, _, name = entry["Key"].removeprefix(path).partition("/")
                     if is_adapter_file(name, self._allow_pickle):
                         found.setdefault(folder, {})[name] = entry["ETag"]
@@ -100,6 +100,8 @@ class S3Source:
             self._refuse(error, name)
         except self._errors.BotoCoreError as error:
             self._refuse_unanswered(error, name)
+        except (KeyError, ValueError) as error:
+            raise Unreachable("its answer is no listing of files") from error
 
     @contextmanager
     def open(
@@ -108,14 +110,11 @@ class S3Source:
         """Stream a file; refuses another version than the one that was found."""
         bucket, prefix = self._location(found.reference)
         ranged = {"Range": f"bytes={start}-"} if start else {}
-        try:
+        # boto3 has repeated it: what it raises is not to be tried once more.
+        with self._answering(found.reference.id):
             response = self._client.get_object(
                 Bucket=bucket, Key=prefix + file.name, IfMatch=file.tag, **ranged
             )
-        except self._errors.ClientError as error:
-            if self.is_transient(error):
-                raise
-            self._refuse(error, found.reference.id)
         with closing(response["Body"]) as body:
             first = start if "ContentRange" in response else 0
             yield FileBody(first, body.iter_chunks(_PIECE_BYTES))
@@ -170,3 +169,11 @@ class S3Source:
             "configuration",
             error,
         )
+
+
+def _entries(listed: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """Return the files of a listing; KeyError for an answer that is none, as a page of HTML."""
+    if "Name" not in listed:
+        raise KeyError("Name")
+    found: Sequence[Mapping[str, Any]] = listed.get("Contents", ())
+    return found

@@ -35,6 +35,7 @@ class Repository:
 class HubServer(LocalServer):
     """`with HubServer() as hub`; faults: statuses that answer the next requests instead.
 
+    descriptions: bodies that answer the next requests about a repository instead.
     requests: paths of all that came, in order. cuts: so many bytes of a file go out, then the
     connection breaks, once for each entry. resumed: where downloads went on.
     """
@@ -43,6 +44,7 @@ class HubServer(LocalServer):
         super().__init__(_Handler)
         self.repositories: dict[str, Repository] = {}
         self.faults: list[int] = []
+        self.descriptions: list[bytes] = []
         self.cuts: list[int] = []
         self.requests: list[str] = []
         self.resumed: list[int] = []
@@ -93,6 +95,9 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def _describe(self, name: str, rest: str) -> None:
+        if self.owner.descriptions:
+            self._answer(200, self.owner.descriptions.pop(0))
+            return
         repository = self.owner.repositories.get(name)
         if repository is None or not (repository.gated or self._may_read(repository)):
             self._answer(401, b"", {"X-Error-Code": "RepoNotFound"})

@@ -34,14 +34,16 @@ def s3_server() -> Iterator[str]:
 class FaultyS3(LocalServer):
     """`with FaultyS3(url) as proxy` forwards to a server.
 
-    faults: statuses that answer the next requests instead. cuts: so many bytes of a file go out,
-    then the connection breaks, once for each entry. ranges: the range of each request.
+    faults: statuses that answer the next requests instead. listings: bodies that do, with 200.
+    cuts: so many bytes of a file go out, then the connection breaks, once for each entry. ranges:
+    the range of each request.
     """
 
     def __init__(self, target: str) -> None:
         super().__init__(_Handler)
         self.target = target
         self.faults: list[int] = []
+        self.listings: list[bytes] = []
         self.cuts: list[int] = []
         self.ranges: list[str | None] = []
 
@@ -62,6 +64,11 @@ class _Handler(BaseHTTPRequestHandler):
         if self.owner.faults:
             self.send_response(self.owner.faults.pop(0))
             self.end_headers()
+            return
+        if self.owner.listings:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(self.owner.listings.pop(0))
             return
         is_file = "list-type" not in self.path
         cut = self.owner.cuts.pop(0) if self.owner.cuts and is_file else None

@@ -59,6 +59,20 @@ def parse_reference(text: str, default_source: AdapterSource) -> AdapterReferenc
     return AdapterReference(source, path, revision or None)
 
 
+def parse_pattern(text: str, default_source: AdapterSource) -> str:
+    """Read "[source:]id" with `*` and `?`, as `allows` compares it; ValueError for a revision."""
+    head, colon, _ = text.partition(":")
+    if colon and any(mark in head for mark in "*?"):
+        return text
+    reference = parse_reference(text, default_source)
+    if reference.revision is not None:
+        raise ValueError(
+            f"`{text}` names a revision, and all revisions of an adapter are open to a key or "
+            f"none: leave `@{reference.revision}` out"
+        )
+    return f"{reference.source.value}:{reference.id}"
+
+
 def allows(patterns: Sequence[str] | None, source: str, id: str) -> bool:
     """Whether "source:id" matches one of the patterns (`*`, `?`); None matches all."""
     return patterns is None or any(fnmatchcase(f"{source}:{id}", one) for one in patterns)

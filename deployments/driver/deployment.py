@@ -145,10 +145,13 @@ class DriverDeployment:
     async def describe(self) -> EngineInfo:
         """What is served."""
         info = await self._running.describe()
-        if self._settings.refused is None:
+        if self._settings.refused is not None:
+            state = f"not applied, the settings before it stay: {self._settings.refused}"
+        elif self._settings.is_pending:
+            state = "not applied yet, the settings before it stay: a pin is being fetched"
+        else:
             return info
-        fault = f"not applied, the settings before it stay: {self._settings.refused}"
-        selected = {**info.startup_info, "user_config": fault}
+        selected = {**info.startup_info, "user_config": state}
         return msgspec.structs.replace(info, startup_info=selected)
 
     async def load(self) -> EngineLoad:

@@ -98,6 +98,8 @@ class DriverEngine:
             self._aliases, self._adapters, self.usage, handle, self._staging, self._pushes
         )
         self._runtime = self._catalogue = RuntimeConfig()
+        # Else the older of two changes that fetch pins might be the last one to be applied.
+        self._applying = asyncio.Lock()
         self._watcher = self._watcher_of(sources)
         requests = RequestHandler(
             handle,
@@ -198,8 +200,9 @@ class DriverEngine:
 
         Raises ValueError, or AdapterError for a pin that cannot be fetched.
         """
-        await self._apply(runtime, self._catalogue)
-        self._runtime = runtime
+        async with self._applying:
+            await self._apply(runtime, self._catalogue)
+            self._runtime = runtime
 
     async def watch_catalogue(self) -> None:
         """Follow the catalogue until it is cancelled; returns at once without one."""
@@ -207,8 +210,9 @@ class DriverEngine:
             await self._watcher.watch(self._config.adapters.catalogue.interval_s)
 
     async def _take_catalogue(self, catalogue: RuntimeConfig) -> None:
-        await self._apply(self._runtime, catalogue)
-        self._catalogue = catalogue
+        async with self._applying:
+            await self._apply(self._runtime, catalogue)
+            self._catalogue = catalogue
 
     async def _apply(self, operator: RuntimeConfig, catalogue: RuntimeConfig) -> None:
         runtime = merged(operator, catalogue)
@@ -319,10 +323,7 @@ class DriverEngine:
         """Every adapter by its own name, then the names that were given to others."""
         if not self._config.adapters.enabled:
             return []
-        listed = await self._directory.listing()
-        taken = {row.id for row in listed}
-        given = sorted((name.id, name.source.value) for name in self._aliases.all)
-        return listed + [AdapterInfo(id, src, "name") for id, src in given if id not in taken]
+        return self._aliases.listed(await self._directory.listing())
 
     def _on_events(self, events: Sequence[Event]) -> None:
         for event in events:

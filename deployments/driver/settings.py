@@ -13,6 +13,7 @@ from configs.wire.adapters import AdapterError
 from deployments.admin_commands import AdminStore, AdminStoreError
 
 _LAST = "user_config"
+_PATIENCE_S = 1.0
 
 logger = logging.getLogger("loray.driver.settings")
 
@@ -27,29 +28,50 @@ class OperatorSettings:
     the store. At start, a pin that cannot be fetched is left out.
     """
 
-    def __init__(self, apply: Apply, store: AdminStore) -> None:
+    def __init__(self, apply: Apply, store: AdminStore, patience_s: float = _PATIENCE_S) -> None:
+        """patience_s: how long `take` waits for settings of a running replica."""
         self._apply = apply
         self._store = store
+        self._patience_s = patience_s
         self._latest: Mapping[str, Any] | None = None
         self._applied = False
-        # One attempt at a time: `take` and `retry` await between their changes.
-        self._lock = asyncio.Lock()
+        self._attempt: asyncio.Task[None] | None = None
         self.refused: str | None = None
-        """Why Serve's latest `user_config` is not applied; None if it is."""
+        """Why Serve's latest `user_config` is not applied; None if it is, or is being applied."""
 
     async def take(self, user_config: Mapping[str, Any]) -> None:
-        """Apply it, or set `refused`; ValueError if the replica has no settings to start with."""
-        async with self._lock:
-            self._latest = user_config
-            await self._try()
-            if not self._applied:
-                await self._start()
+        """Apply it, or set `refused`; ValueError if the replica has no settings to start with.
+
+        A pin may take minutes to fetch, and Serve sends a replica no requests until this returns.
+        So it returns soon where the replica runs already, and the attempt goes on.
+        """
+        self._latest = user_config
+        if self._attempt is not None:  # Of older settings.
+            self._attempt.cancel()
+            await asyncio.wait({self._attempt})
+        self.refused = None
+        if self._applied:
+            await self._attempted(self._patience_s)
+            return
+        await self._try()
+        if not self._applied:
+            await self._start()
 
     async def retry(self) -> None:
         """Try a refused `user_config` again: a source may be reachable now."""
-        async with self._lock:
-            if self.refused is not None:
-                await self._try()
+        if self.refused is not None and not self.is_pending:
+            await self._attempted(None)
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether an attempt to apply the latest `user_config` goes on."""
+        return self._attempt is not None and not self._attempt.done()
+
+    async def _attempted(self, timeout_s: float | None) -> None:
+        self._attempt = attempt = asyncio.create_task(self._try())
+        done, _ = await asyncio.wait({attempt}, timeout=timeout_s)
+        if done and not attempt.cancelled():
+            attempt.result()
 
     async def _try(self) -> None:
         try:

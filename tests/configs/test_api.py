@@ -26,6 +26,14 @@ def test_names_of_keys_differ() -> None:
         ApiConfig(keys=(key, key))
 
 
+def test_patterns_name_no_revisions() -> None:
+    KeyConfig(name="a", sha256=DIGEST, adapters=("hub:acme/*", "poet", "*:p?et", "s3://b/*"))
+    with pytest.raises(ValidationError, match="leave `@v2` out"):
+        KeyConfig(name="a", sha256=DIGEST, adapters=("hub:acme/sql@v2",))
+    with pytest.raises(ValidationError, match="names no adapter"):
+        KeyConfig(name="a", sha256=DIGEST, adapters=("",))
+
+
 def test_no_site_may_act_for_all_others() -> None:
     assert ApiConfig().cors_allow_origin == ()
     ApiConfig(cors_allow_origin=("https://a.example",), cors_allow_credentials=True)

@@ -156,6 +156,69 @@ def test_a_hub_that_stays_broken_is_called_a_limited_number_of_times(
     assert len(hub.requests) == 5, "a refused call is not repeated"
 
 
+@pytest.mark.parametrize(
+    ("status", "expected"), [(404, "NOT_FOUND"), (410, "NOT_FOUND"), (403, "FORBIDDEN")]
+)
+def test_a_status_alone_says_why_an_adapter_is_refused(
+    hub: HubServer, store: AdapterSources, status: int, expected: str
+) -> None:
+    hub.add("acme/sql", adapter_files())
+    hub.faults = [status]
+    assert refusal(store, SQL) is AdapterRefusal[expected]
+
+
+def test_other_statuses_blame_no_token(
+    hub: HubServer, store: AdapterSources, tmp_path: Path
+) -> None:
+    hub.add("acme/sql", adapter_files())
+    hub.faults = [418]
+    with pytest.raises(Unreachable, match="answer 418"):
+        store.resolve(SQL, False)
+    hub.faults = [429] * 4
+    with pytest.raises(Unreachable, match="answer 429 after 4 attempts"):
+        store.resolve(SQL, False)
+    found = store.resolve(SQL, False)
+    hub.faults = [416]
+    with pytest.raises(AdapterError, match=r"from the hub: try again \(answer 416\)") as raised:
+        store.fetch(found, False)
+    assert raised.value.refusal is AdapterRefusal.UNAVAILABLE
+    assert not left_over(tmp_path), "or each further try would ask for the same bytes"
+    hub.faults = [503] * 4
+    with pytest.raises(AdapterError, match="broke off: answer 503"):
+        store.fetch(found, False)
+
+
+def test_too_few_bytes_are_told_as_such(hub: HubServer, store: AdapterSources) -> None:
+    repository = hub.add("acme/sql", adapter_files())
+    found = store.resolve(SQL, False)
+    repository.commits[repository.sha]["adapter_config.json"] = b"{"
+    with pytest.raises(AdapterError, match="broke off: fewer bytes came than"):
+        store.fetch(found, False)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"<html>sign in</html>",
+        b'{"id": "acme/sql", "sha": ',
+        b"[]",
+        b"null",
+        b"{}",
+        b'{"id": "acme/sql", "sha": null, "siblings": []}',
+        b'{"id": "a/b", "sha": "1", "siblings": [{"rfilename": "adapter_config.json"}]}',
+        b'{"id": "a", "sha": "1", "siblings": [{"rfilename": "adapter_config.json", "size": ""}]}',
+    ],
+)
+def test_an_answer_that_describes_nothing_is_none(
+    hub: HubServer, store: AdapterSources, answer: bytes
+) -> None:
+    hub.add("acme/sql", adapter_files())
+    hub.descriptions = [answer]
+    with pytest.raises(Unreachable, match="its answer"):
+        store.resolve(SQL, False)
+    fetch(store, SQL)
+
+
 def test_a_broken_download_goes_on_where_it_broke_off(
     hub: HubServer, store: AdapterSources, tmp_path: Path
 ) -> None:

@@ -158,9 +158,42 @@ def test_a_service_that_stays_broken_is_out_of_reach(
     faulty.faults = [403] * 9
     assert refusal(found, s3("sql")) is AdapterRefusal.FORBIDDEN
     assert len(faulty.ranges) == 3
+    faulty.faults = []
+    put(bucket, "sql", adapter_files())
+    there = found.resolve(s3("sql"), False)
+    faulty.ranges, faulty.faults = [], [503] * 9
+    with pytest.raises(AdapterError, match="s3 answered 503"):
+        found.fetch(there, False)
+    assert len(faulty.ranges) == 2, "a file is not requested more often than a listing"
     gone = store(tmp_path, "http://127.0.0.1:9", bucket.name, fetch={"attempts": 1})
     with pytest.raises(Unreachable):
         gone.resolve(s3("sql"), False)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"",
+        b"<html>maintenance</html>",
+        b"<ListBucketResult><Name>x</Name><Contents><Key>sql/adapter_config.json</Key>"
+        b"<Size>2</Size></Contents></ListBucketResult>",
+        b"<ListBucketResult><Name>x</Name><Contents><Key>sql/adapter_config.json</Key>"
+        b"<ETag>t</ETag><Size>much</Size></Contents></ListBucketResult>",
+    ],
+)
+def test_an_answer_that_lists_nothing_is_none(
+    bucket: Any, faulty: FaultyS3, tmp_path: Path, answer: bytes
+) -> None:
+    location = f"s3://{bucket.name}"
+    found = store(tmp_path, faulty.url, location, catalogue={"location": location})
+    put(bucket, "sql", adapter_files())
+    faulty.listings = [answer]
+    with pytest.raises(Unreachable, match="its answer is no listing"):
+        found.resolve(s3("sql"), False)
+    faulty.listings = [answer]
+    with pytest.raises(Unreachable, match="its answer is no listing"):
+        found.catalogue()
+    assert found.catalogue().entries.keys() == {"sql"}
 
 
 def test_a_slow_service_is_given_up(bucket: Any, faulty: FaultyS3, tmp_path: Path) -> None:
@@ -169,7 +202,7 @@ def test_a_slow_service_is_given_up(bucket: Any, faulty: FaultyS3, tmp_path: Pat
     faulty.gate.clear()
     fetch = {"read_timeout_s": 0.1, "attempts": 2}
     impatient = store(tmp_path, faulty.url, bucket.name, fetch=fetch)
-    with pytest.raises(AdapterError, match="broke off: ReadTimeoutError") as raised:
+    with pytest.raises(AdapterError, match="s3 gave no answer") as raised:
         impatient.fetch(found, False)
     assert raised.value.refusal is AdapterRefusal.UNAVAILABLE
 

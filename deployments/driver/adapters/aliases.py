@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from msgspec.structs import replace
 
 from configs.wire.adapters import AdapterError, AdapterReference, AdapterRefusal, allows
+from deployments.contract import AdapterInfo
 
 
 class Aliases:
@@ -22,6 +23,23 @@ class Aliases:
     def all(self) -> dict[AdapterReference, AdapterReference]:
         """Every alias and its adapter."""
         return {**self.given, **self.configured}
+
+    def listed(self, adapters: Sequence[AdapterInfo]) -> list[AdapterInfo]:
+        """Adapters by their own names, then the names that stand for others.
+
+        An own name that stands for another is listed as such alone.
+        """
+        given = {
+            (name.id, name.source.value): f"{target.source.value}:{target.id}"
+            for name, target in sorted(self.all.items(), key=lambda each: each[0].id)
+        }
+        own = [each for each in adapters if (each.id, each.source) not in given]
+        taken = {each.id for each in own}
+        return own + [
+            AdapterInfo(id, source, "name", target)
+            for (id, source), target in given.items()
+            if id not in taken
+        ]
 
     def resolve(
         self, reference: AdapterReference, allowed: Sequence[str] | None = None

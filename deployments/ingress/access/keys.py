@@ -2,6 +2,7 @@
 
 import hashlib
 import hmac
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from ipaddress import ip_address
 from urllib.parse import urlsplit
@@ -11,8 +12,8 @@ from starlette.requests import HTTPConnection
 
 from configs.api import AdminAccess, ApiConfig, KeyConfig, SecretConfig
 from configs.env import secret
-from configs.wire.adapters import AdapterSource, allows, parse_reference
-from deployments.contract import EngineInfo, ErrorKind
+from configs.wire.adapters import AdapterSource, allows, parse_pattern
+from deployments.contract import AdapterInfo, EngineInfo, ErrorKind
 from deployments.ingress.access.quotas import Clock, Quota, Replicas
 from deployments.ingress.http.errors import RequestError
 
@@ -136,8 +137,7 @@ def _grant(
 ) -> Grant:
     patterns = None
     if key.adapters is not None:
-        references = [parse_reference(pattern, default_source) for pattern in key.adapters]
-        patterns = tuple(f"{one.source.value}:{one.id}" for one in references)
+        patterns = tuple(parse_pattern(pattern, default_source) for pattern in key.adapters)
     quota = Quota(key.requests_per_minute, key.tokens_per_minute, clock, replicas)
     group = f"key {key.name}" if key.cache_group is None else f"group {key.cache_group}"
     return Grant(key.name, known=True, cache_group=group, patterns=patterns, quota=quota)
@@ -204,5 +204,11 @@ def require(request: HTTPConnection, *, admin: bool = False) -> None:
 def visible(request: HTTPConnection, info: EngineInfo) -> EngineInfo:
     """The engine's description, with only the adapters that the caller may use."""
     patterns = grant_of(request).patterns
-    adapters = [each for each in info.adapters if allows(patterns, each.source, each.id)]
+    adapters = [each for each in info.adapters if _is_open(patterns, each)]
     return msgspec.structs.replace(info, adapters=adapters)
+
+
+def _is_open(patterns: Sequence[str] | None, adapter: AdapterInfo) -> bool:
+    """Whether a caller may use a listed name; as in requests, its target decides."""
+    source, _, id = (adapter.target or f"{adapter.source}:{adapter.id}").partition(":")
+    return allows(patterns, source, id)

@@ -129,6 +129,32 @@ def test_settings_are_applied_without_a_store(root: Path) -> None:
     played(root, story)
 
 
+def test_a_slow_pin_keeps_a_running_replica_from_no_requests() -> None:
+    async def story() -> None:
+        arrived, ended, applied = asyncio.Event(), asyncio.Event(), []
+
+        async def apply(runtime: RuntimeConfig) -> None:
+            if runtime.pinned_adapters == ("slow",):
+                await arrived.wait()
+                ended.set()
+            applied.append(runtime.max_queued)
+
+        settings = OperatorSettings(apply, Shelf(), patience_s=0.01)
+        await settings.take({"max_queued": 1})
+        slow = {"pinned_adapters": ["slow"]}
+        await settings.take({"max_queued": 2, **slow})
+        assert settings.is_pending
+        await settings.retry()
+        await settings.take({"max_queued": 3, **slow})
+        assert (settings.is_pending, applied) == (True, [1])
+        arrived.set()
+        await ended.wait()
+        await settings.take({"max_queued": 4, **slow})
+        assert (settings.refused, applied) == (None, [1, 3, 4])
+
+    asyncio.run(story())
+
+
 def test_refused_settings_are_tried_again() -> None:
     async def story() -> None:
         tried: list[RuntimeConfig] = []

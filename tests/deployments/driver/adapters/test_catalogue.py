@@ -1,5 +1,6 @@
 """A catalogue is followed: what it offers is served within a look, with its pins and shares."""
 
+import asyncio
 import json
 import os
 import shutil
@@ -94,6 +95,36 @@ def follow(root: Path, story: Story, file: bool = False) -> None:
         "catalogue": {"location": str(at), "interval_s": PATIENCE_S},
     }
     play(root, act, adapters=adapters)
+
+
+def test_settings_that_come_while_the_catalogues_pins_are_fetched_stay(root: Path) -> None:
+    async def story(catalogue: Catalogue) -> None:
+        engine = catalogue.engine
+        catalogue.adapter("sql", "1")
+        catalogue.write(sql={"pinned": True})
+        resolve, waits, goes_on = engine._adapters.resolve, asyncio.Event(), asyncio.Event()
+        tasks: set[asyncio.Task[object] | None] = set()
+
+        async def slow(*args: Any, **named: Any) -> Any:
+            found = await resolve(*args, **named)
+            task = asyncio.current_task()
+            if task in tasks and not waits.is_set():  # In the second look at the pin.
+                waits.set()
+                await goes_on.wait()
+            tasks.add(task)
+            return found
+
+        engine._adapters.resolve = slow  # type: ignore[method-assign]
+        looking = asyncio.create_task(catalogue.look())
+        await waits.wait()
+        setting = asyncio.create_task(engine.reconfigure(RuntimeConfig(names={"new": "red"})))
+        await asyncio.sleep(0.01)
+        goes_on.set()
+        await asyncio.gather(looking, setting)
+        assert "new" in await catalogue.names()
+        assert await catalogue.pinned() == {"sql"}
+
+    follow(root, story)
 
 
 def test_a_folders_adapters_come_change_and_go(root: Path) -> None:

@@ -148,6 +148,12 @@ def test_access_is_checked_for_the_adapter_of_an_alias(root: Path) -> None:
             assert await ending(name, None) is None
             for others in (("local:free", "local:given", "local:blue"), ("hub:*",), ()):
                 assert await ending(name, others) is ErrorKind.FORBIDDEN, (name, others)
+        await engine.reconfigure(RuntimeConfig(names={"free": "red", "blue": "red"}))
+        stands_for = {row.id: row.target for row in (await engine.describe()).adapters}
+        names = {name: target for name, target in stands_for.items() if target}
+        assert names == dict.fromkeys(("blue", "free", "given"), "local:red")
+        assert "red" in stands_for
+        await engine.reconfigure(RuntimeConfig(names={"free": "red"}))
         rule = MergeRule((1.0, 1.0))
         for parts, good in ((("free", "red"), True), (("red", "blue"), False)):
             merge = AdapterReference(

@@ -6,9 +6,11 @@ from typing import Any
 
 import httpx
 import pytest
+from msgspec.structs import replace
 
 from configs.api import ApiConfig, KeyConfig, SecretConfig
 from configs.wire.adapters import AdapterReference, AdapterSource
+from deployments.contract import AdapterInfo
 from deployments.ingress.generation.engine import IngressSettings
 from tests.deployments.ingress.conftest import PATIENCE, Server
 
@@ -127,6 +129,18 @@ def test_a_key_sees_its_own_adapters_in_lists(guarded: Server, http: httpx.Clien
     reply = http.get("/v1/models/org/pirate", headers=_bearer("poets"))
     assert reply.status_code == 404
     assert http.get("/metrics", headers=_bearer("poets")).status_code == 403
+
+
+def test_a_key_sees_the_names_that_its_adapters_were_given(
+    server: Server, http: httpx.Client
+) -> None:
+    pairs = (("rhymes", "local:poet"), ("poems", "hub:org/pirate"))
+    named = [AdapterInfo(id, "local", "name", target) for id, target in pairs]
+    _configure(server, keys=(_key("poets", adapters=("*:po*",)),))
+    info = server.driver.info
+    server.driver.info = replace(info, adapters=[*info.adapters, *named])
+    models = http.get("/v1/models", headers=_bearer("poets")).json()["data"]
+    assert [model["id"] for model in models] == ["tiny", "local:poet", "local:rhymes"]
 
 
 def test_an_api_key_never_goes_to_the_hub(guarded: Server, http: httpx.Client) -> None:
