@@ -76,8 +76,11 @@ class OperatorSettings:
     async def _try(self) -> None:
         try:
             await self._apply(RuntimeConfig.model_validate(self._latest))
-        except (ValueError, AdapterError) as error:
+        except Exception as error:
+            # A fault of ours too: `take` may have returned, so only `refused` reports it.
             self._refuse(error)
+            if not isinstance(error, ValueError | AdapterError):
+                raise
             return
         if self.refused is not None:
             logger.info("user_config is applied now")
@@ -90,7 +93,7 @@ class OperatorSettings:
     def _refuse(self, error: Exception) -> None:
         reason = (
             "; ".join(faults(error, RuntimeConfig)) if isinstance(error, ValueError) else str(error)
-        )
+        ) or type(error).__name__
         if reason != self.refused:
             logger.error("user_config is not applied, the settings before it stay: %s", reason)
         self.refused = reason

@@ -37,8 +37,8 @@ WIDE = ProductCut(32, 256, 128, 8, 3, blocks=132)
 """Of 17 to 32 tokens, where codes have no zero points or there are MANY outputs: programs that read
 x half as often."""
 
-NARROW, FEW = ProductCut(64, 64, 128, 4, 4, blocks=192), 4096
-"""Of 33 to 64 tokens, up to FEW outputs, where codes have no zero points: fewer shares to add."""
+NARROW, FEW_OUTPUTS = ProductCut(64, 64, 128, 4, 4, blocks=192), 4096
+"""Of 33 to 64 tokens, up to FEW_OUTPUTS, without zero points: fewer shares are left to add."""
 
 RAISED = {torch.bfloat16: 128, torch.float16: 1024}
 """Numbers of which the lowest four bits are the lowest four of a whole number."""
@@ -166,11 +166,11 @@ def integer_tile(
 
 def tile_cut(rows: int, groups: OperandGroups, outputs: int) -> ProductCut:
     """Return how a product of so many tokens, which `CUTS` must hold, is cut in a launch alone."""
-    is_wide = groups.table is None and (groups.zeros is None or outputs >= MANY)
+    is_plain = groups.table is None and groups.zeros is None
+    is_wide = is_plain or (groups.table is None and outputs >= MANY)
     if is_wide and CUTS[1].rows < rows <= WIDE.rows:
         return WIDE
-    is_plain = groups.table is None and groups.zeros is None
-    if is_plain and WIDE.rows < rows <= NARROW.rows and outputs <= FEW:
+    if is_plain and outputs <= FEW_OUTPUTS and WIDE.rows < rows <= NARROW.rows:
         return NARROW
     found = cut_of(CUTS, rows)
     assert found is not None, rows

@@ -10,7 +10,7 @@ SMALL_SHARED = 2**17
 """Bytes of shared memory of one program; GPUs with less than this load fewer blocks ahead."""
 
 LARGE_SHARED = 3 * 2**16
-"""Bytes of it that an H100, an H200 or a B200 has, at least."""
+"""Bytes of shared memory that a program may take on an H100, an H200 or a B200, at least."""
 
 LEAST_TILE = 16
 """Lines of a product's first factor, at least."""

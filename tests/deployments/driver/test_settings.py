@@ -155,6 +155,32 @@ def test_a_slow_pin_keeps_a_running_replica_from_no_requests() -> None:
     asyncio.run(story())
 
 
+def test_an_unexpected_fault_after_take_returned_is_reported_and_retried() -> None:
+    async def story() -> None:
+        goes_on, fails = asyncio.Event(), True
+
+        async def apply(runtime: RuntimeConfig) -> None:
+            if runtime.pinned_adapters:
+                await goes_on.wait()
+                if fails:
+                    raise RuntimeError
+
+        settings = OperatorSettings(apply, Shelf(), patience_s=0.01)
+        await settings.take({})
+        await settings.take({"pinned_adapters": ["slow"]})
+        goes_on.set()
+        assert settings._attempt is not None
+        await asyncio.wait({settings._attempt})
+        assert settings.refused == "RuntimeError"
+        with pytest.raises(RuntimeError):
+            await settings.retry()
+        fails = False
+        await settings.retry()
+        assert settings.refused is None
+
+    asyncio.run(story())
+
+
 def test_refused_settings_are_tried_again() -> None:
     async def story() -> None:
         tried: list[RuntimeConfig] = []
