@@ -141,6 +141,20 @@ class AttentionBackend(ABC):
         float type; None for a layer without.
         """
 
+    def forward_into(
+        self,
+        out: Tensor,
+        q: Tensor,
+        cache: LayerCache,
+        cu_seqlen: Tensor,
+        block_tables: Tensor,
+        step: AttentionStep,
+        window: int | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        """Do as `forward`, but write the result into `out`, which is contiguous."""
+        out.copy_(self.forward(q, cache, cu_seqlen, block_tables, step, window, sinks))
+
     def graph_words(self, rows: int, max_blocks: int, queries: int = 1) -> int | None:
         """How many int32 a captured step of `rows` rows reads; None: it has no such form.
 

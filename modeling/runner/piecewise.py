@@ -228,7 +228,8 @@ class PiecewiseGraphs:
             return
         number = piece.cache.group
         group = inputs.groups[number]
-        output = self._parts.backends[number].forward(
+        self._parts.backends[number].forward_into(
+            piece.out[:tokens],
             piece.q[:tokens],
             piece.cache,
             group.cu_seqlens,
@@ -237,7 +238,6 @@ class PiecewiseGraphs:
             piece.window,
             piece.sinks,
         )
-        piece.out[:tokens].copy_(output)
 
     def _record(self, size: int, kind: StepAdapters) -> list[GraphPiece]:
         """Run the step once to load its kernels, then once more to record it."""

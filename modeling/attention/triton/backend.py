@@ -106,8 +106,9 @@ class TritonAttention(AttentionBackend):
 
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__(spec)
-        shared = shared_memory(spec.device)
-        self.decode_form, self.prefill_form = decode_form(spec, shared), prefill_form(spec, shared)
+        shared, processors = device_sizes(spec.device)
+        self.decode_form = decode_form(spec, shared, processors)
+        self.prefill_form = prefill_form(spec, shared)
         self._launch_decode = Launcher(decode_kernel)
         self._launch_prefill = Launcher(prefill_kernel)
         self._dependent = has_dependent_launch(spec.device)
@@ -181,12 +182,28 @@ class TritonAttention(AttentionBackend):
         sinks: Tensor | None = None,
     ) -> Tensor:
         """Launch the kernels that the step has rows for."""
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        self.forward_into(out, q, cache, cu_seqlen, block_tables, step, window, sinks)
+        return out
+
+    def forward_into(
+        self,
+        out: Tensor,
+        q: Tensor,
+        cache: LayerCache,
+        cu_seqlen: Tensor,
+        block_tables: Tensor,
+        step: AttentionStep,
+        window: int | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        """Launch the kernels, which write to `out`."""
         assert isinstance(step, TritonStep), type(step)
         if q.stride()[1:] != (q.shape[2], 1):
             q = q.contiguous()
         layer = Layer(
             q=q,
-            out=torch.empty(q.shape, dtype=q.dtype, device=q.device),
+            out=out,
             parts=(cache.keys, cache.values),
             tables=step.tables,
             window=NO_WINDOW if window is None else window,
@@ -198,7 +215,6 @@ class TritonAttention(AttentionBackend):
             self._decode(layer, step.decode)
         if step.tiles is not None:
             self._prefill(layer, step.tiles)
-        return layer.out
 
     def graph_words(self, rows: int, max_blocks: int, queries: int = 1) -> int | None:
         """What `GraphTriton.write` says; the pages' numbers may fill up."""
@@ -227,9 +243,9 @@ class TritonAttention(AttentionBackend):
         count, seen = len(rows.lengths), min(rows.longest, layer.window + rows.room - 1)
         max_count = min(form.max_splits, -(-seen // form.min_split))
         blocks = spec.num_kv_heads * -(-self._cache["GROUP"] // form.packed)
-        programs, alone = form.shares(blocks * count, max_count)
+        programs, *shares = form.shares(blocks * count, max_count)
         # Rows that one program computes whole leave nothing in memory.
-        stored = 0 if max_count <= alone else count
+        stored = 0 if programs == 1 else count
         splits = (stored * rows.room, spec.num_heads, max_count)
         device = layer.q.device
         partials = torch.empty(*splits, spec.head_dim, dtype=torch.float32, device=device)
@@ -242,7 +258,7 @@ class TritonAttention(AttentionBackend):
         self._launch_decode(
             (rows.room, stride, layer.has_sinks, layer.sinks.dtype, aligned(*pointers)),
             (blocks, count, programs),
-            (*pointers, *words, *memory, layer.window, max_count, alone, *layer.factors),
+            (*pointers, *words, *memory, layer.window, max_count, *shares, *layer.factors),
             {
                 **self._cache,
                 **self._scores,
@@ -338,8 +354,8 @@ def longest_first(lengths: Words) -> Words:
     return order
 
 
-def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that one program may take."""
+def device_sizes(device: torch.device) -> tuple[int, int]:
+    """Bytes of shared memory that one program may take, and the number of multiprocessors."""
     index = torch.cuda.current_device() if device.index is None else device.index
-    found: int = triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]
-    return found
+    found = triton.runtime.driver.active.utils.get_device_properties(index)
+    return found["max_shared_mem"], found["multiprocessor_count"]

@@ -33,6 +33,17 @@ def _splits(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _blocks(
+    seen: "Any", count: "Any", width: "Any", program: "Any", programs: "Any", BLOCK_N: tl.constexpr
+) -> "Any":
+    """How many blocks of keys splits program, program + programs, ... of a row have together."""
+    whole = tl.cdiv(count - program, programs) * (width // BLOCK_N)
+    has_last = (count - 1 - program) % programs == 0
+    lacking = count * (width // BLOCK_N) - tl.cdiv(seen, BLOCK_N)
+    return whole - tl.where(has_last, lacking, 0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _lines(
     GROUP: tl.constexpr, QUERIES: tl.constexpr, PACKED: tl.constexpr, M: tl.constexpr
 ) -> "Any":
@@ -141,7 +152,8 @@ def _finish(
         "tables",
         "window",
         "max_count",
-        "alone",
+        "usual",
+        "most_keys",
     ]
 )
 def decode_kernel(
@@ -162,7 +174,8 @@ def decode_kernel(
     tables: "Any",
     window: "Any",
     max_count: "Any",
-    alone: "Any",
+    usual: "Any",
+    most_keys: "Any",
     scale: "Any",
     cap: "Any",
     factor: "Any",
@@ -190,7 +203,7 @@ def decode_kernel(
     The row is the i-th of `order`, int32 [rows]: the longest first, so that those which begin last,
     when other programs have ended already, are the shortest.
 
-    Program 0 computes all splits of a row that has at most `alone`.
+    usual: programs of a row, if it has as many splits; a longer row has one for `most_keys` each.
 
     tokens, offsets, lengths, row_queries: int32 [rows]: the index of a row's first token in q and
     out, where its pages' numbers start in `tables`, its keys, its queries. QUERIES tokens of q and
@@ -217,8 +230,9 @@ def decode_kernel(
         num_queries = tl.load(row_queries + own)
     first = _first_key(length, num_queries, window)
     count, width = _splits(length - first, MIN_SPLIT, MAX_SPLITS, BLOCK_N)
-    is_alone = count <= alone
-    programs = tl.where(is_alone, 1, tl.minimum(count, tl.num_programs(2)))
+    programs = tl.minimum(tl.maximum(usual, tl.cdiv(length - first, most_keys)), count)
+    programs = tl.minimum(programs, tl.num_programs(2))
+    is_alone = programs == 1
     # These need not wait: the first program of each row does.
     if program >= programs:
         return
@@ -229,8 +243,11 @@ def decode_kernel(
     if ALIBI:
         slope = tl.load(slopes + head, mask=live, other=0.0) * LOG2_E
     position = length - num_queries + query
-    begin = first + program * width
-    pages = pages_of(table, begin, tl.minimum(begin + width, length), BLOCK_N, PAGE)
+    split, start = program, first + program * width
+    pages = pages_of(table, start, length, BLOCK_N, PAGE)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+    top = tl.full([BLOCK_M], NEVER, dtype=tl.float32)
+    total = tl.zeros([BLOCK_M], dtype=tl.float32)
     row_acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     row_top = tl.full([BLOCK_M], NEVER, dtype=tl.float32)
     row_total = tl.zeros([BLOCK_M], dtype=tl.float32)
@@ -239,50 +256,52 @@ def decode_kernel(
     if PDL:
         gdc_wait()
     queries = tl.load(q + at[:, None] + d[None, :], mask=mask, other=0.0)
-    for split in range(program, count, programs):
-        acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
-        top = tl.full([BLOCK_M], NEVER, dtype=tl.float32)
-        total = tl.zeros([BLOCK_M], dtype=tl.float32)
-        start = first + split * width
-        stop = tl.minimum(start + width, length)
-        for block in range(start, stop, BLOCK_N):
-            following = pages_of(table, block + BLOCK_N, stop, BLOCK_N, PAGE)
-            acc, top, total = attend_block(
-                queries,
-                acc,
-                top,
-                total,
-                keys,
-                values,
-                pages,
-                block,
-                stop,
-                kv_head,
-                position,
-                slope,
-                window,
-                scale,
-                cap,
-                KV_HEADS,
-                HEAD_DIM,
-                BLOCK_D,
-                BLOCK_N,
-                PAGE,
-                CAPPED,
-                ALIBI,
-                True,
-                QUERIES > 1,
-            )
-            pages = following
-        begin = start + programs * width
-        pages = pages_of(table, begin, tl.minimum(begin + width, length), BLOCK_N, PAGE)
-        if is_alone:
-            row_acc, row_top, row_total = _combined(row_acc, row_top, row_total, acc, top, total)
-        else:
-            one = index + split
-            tl.store(partials + one[:, None] * HEAD_DIM + d[None, :], acc, mask=mask)
-            tl.store(sums + one * 2, top, mask=live)
-            tl.store(sums + one * 2 + 1, total, mask=live)
+    # One loop over all blocks, so that loads go on where a split ends.
+    for _ in range(_blocks(length - first, count, width, program, programs, BLOCK_N)):
+        ends = start + BLOCK_N >= tl.minimum(first + (split + 1) * width, length)
+        after = tl.where(ends, first + (split + programs) * width, start + BLOCK_N)
+        following = pages_of(table, after, length, BLOCK_N, PAGE)
+        acc, top, total = attend_block(
+            queries,
+            acc,
+            top,
+            total,
+            keys,
+            values,
+            pages,
+            start,
+            length,
+            kv_head,
+            position,
+            slope,
+            window,
+            scale,
+            cap,
+            KV_HEADS,
+            HEAD_DIM,
+            BLOCK_D,
+            BLOCK_N,
+            PAGE,
+            CAPPED,
+            ALIBI,
+            True,
+            QUERIES > 1,
+        )
+        if ends:
+            if is_alone:
+                row_acc, row_top, row_total = _combined(
+                    row_acc, row_top, row_total, acc, top, total
+                )
+            else:
+                one = index + split
+                tl.store(partials + one[:, None] * HEAD_DIM + d[None, :], acc, mask=mask)
+                tl.store(sums + one * 2, top, mask=live)
+                tl.store(sums + one * 2 + 1, total, mask=live)
+            acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+            top = tl.full([BLOCK_M], NEVER, dtype=tl.float32)
+            total = tl.zeros([BLOCK_M], dtype=tl.float32)
+            split += programs
+        start, pages = after, following
     if is_alone:
         _finish(
             row_acc, row_top, row_total, out, sinks, token + query, head, live, factor,

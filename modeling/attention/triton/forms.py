@@ -18,6 +18,10 @@ LEAST_TILE = 16
 LOADED_NUMBERS = 4096
 """Numbers of splits' results that a program loads at once: 32 of a thread."""
 
+LONG_KEYS, LEAST_KEYS = 1024, 512
+"""Keys of a program of a long row, where as many programs run at once as there are tiles; more
+where there are more tiles, fewer where there are fewer. It must not end long after all others."""
+
 
 @dataclass(frozen=True)
 class DecodeForm:
@@ -26,9 +30,8 @@ class DecodeForm:
     rows: of a tile (tokens times packed heads), a power of two. packed: query heads of a tile, of
     those that share a KV head. keys: of a block, a power of two. warps: of a program. stages:
     blocks that are loaded ahead, and the current one. min_split: keys that are worth a split.
-    max_splits: of a row, a power of two. registers: of a thread at most, or None. programs: about
-    how many of a launch are enough; with more rows, each takes several splits. busy: a program
-    computes rows of up to a split for each so many tiles of a launch alone.
+    max_splits: of a row, a power of two. at_once: programs that the GPU runs at the same time.
+    registers: of a thread at most, or None. programs: about how many of a launch are enough.
     """
 
     rows: int
@@ -38,17 +41,18 @@ class DecodeForm:
     stages: int
     min_split: int
     max_splits: int
+    at_once: int
     registers: int | None = None
     programs: int = 4096
-    busy: int = 128
 
-    def shares(self, tiles: int, splits: int) -> tuple[int, int]:
-        """Return programs of each tile, and how many splits one of them computes alone.
+    def shares(self, tiles: int, splits: int) -> tuple[int, int, int]:
+        """Return programs of each tile at most, of a short row, and the keys of one in a long row.
 
-        tiles: of a launch. splits: of a row at most.
+        tiles: of a launch; those of short rows run at once, if they can. splits: of a row at most.
         """
-        programs = max(1, min(splits, self.programs // tiles))
-        return programs, splits if programs == 1 else max(1, tiles // self.busy)
+        most = max(1, min(splits, self.programs // tiles))
+        keys = max(LEAST_KEYS, LONG_KEYS * tiles // self.at_once)
+        return most, max(1, self.at_once // tiles), keys
 
     def ahead(self, width: int) -> int:
         """Return how many splits' results are loaded at once; width: of a head, padded."""
@@ -75,27 +79,34 @@ def padded_head(spec: AttentionSpec) -> int:
     return max(16, _power(spec.head_dim))
 
 
-def decode_form(spec: AttentionSpec, shared: int) -> DecodeForm:
-    """For rows of one token; shared: bytes of shared memory that one program may take."""
+def decode_form(spec: AttentionSpec, shared: int, processors: int) -> DecodeForm:
+    """For rows of one token.
+
+    shared: bytes of shared memory that one program may take. processors: multiprocessors.
+    """
     width = padded_head(spec)
     group = spec.num_heads // spec.num_kv_heads
     packed = min(group, _most_rows(width))
     # Without tensor cores the products of a block are all in registers.
     numbers = 2048 if spec.dtype == torch.float32 else 8192
-    keys = min(128, max(16, numbers // width))
+    keys = min(64, max(16, numbers // width))
     registers = None
     if spec.dtype != torch.float32 and width == 128:
         # Four programs of a multiprocessor at once, instead of two with blocks of 64 keys.
         keys, registers = 32, 128
     tiles = spec.num_kv_heads * -(-group // packed)
+    stages = 3 if shared >= SMALL_SHARED else 2
+    taken = 2 * stages * keys * width * (spec.cache_dtype or spec.dtype).itemsize
     return DecodeForm(
         rows=_power(packed),
         packed=packed,
         keys=keys,
         warps=4,
-        stages=3 if shared >= SMALL_SHARED else 2,
-        min_split=192,
+        stages=stages,
+        min_split=96,
         max_splits=min(128, max(8, _power(256 // tiles))),
+        # Registers of a multiprocessor are enough for some four.
+        at_once=processors * max(1, min(4, shared // taken)),
         registers=registers,
     )
 

@@ -49,7 +49,7 @@ def kind(monkeypatch: pytest.MonkeyPatch) -> type[AttentionBackend]:
     from modeling.attention.triton import backend
 
     monkeypatch.setattr(backend, "Launcher", Interpreted)
-    monkeypatch.setattr(backend, "shared_memory", lambda device: 2**17)
+    monkeypatch.setattr(backend, "device_sizes", lambda device: (2**17, 4))
 
     class OnCpu(backend.TritonAttention):
         @classmethod
@@ -108,10 +108,10 @@ def test_which_programs_compute_a_row_changes_no_bit(
 
     paged = Paged([(1, 5), (1, 300), (1, 90), (1, 33)], 16, heads=(4, 2), window=window, **rule)
     starts, found = torch.arange(5, dtype=torch.int32), []
-    for programs, busy in ((1, 1), (16, 10**9), (64, 10**9), (64, 2)):
+    for programs, at_once in ((1, 1), (16, 1), (64, 16), (64, 24), (64, 64)):
         backend = kind(paged.spec())
         assert isinstance(backend, TritonAttention)
-        backend.decode_form = replace(backend.decode_form, programs=programs, busy=busy)
+        backend.decode_form = replace(backend.decode_form, programs=programs, at_once=at_once)
         step = backend.prepare([1] * 4, [keys for _, keys in paged.lengths], paged.tables)
         q = torch.cat([q for q, _, _ in paged.rows])
         out = backend.forward(q, paged.cache, starts, paged.tables, step, window, paged.sinks)
