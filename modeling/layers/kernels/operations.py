@@ -19,7 +19,9 @@ from modeling.attention.kv_cache import FP8_MAX, LayerCache
 from modeling.kernels.launch import Launcher, aligned, has_dependent_launch, launch_options
 from modeling.layers.head_norms import HeadNorms
 
-HEADS_PER_PROGRAM = 4
+HEADS_PER_PROGRAM, NUMBERS_PER_PROGRAM = 8, 512
+"""Of a rotation: so many heads, or more where halves of heads have few numbers."""
+
 BEST_COLUMNS = 4096
 """What one program computes."""
 
@@ -223,6 +225,8 @@ def rotate_and_store(
     strides = [0 if tokens == 1 else each.stride(0) for each in (q, k, v, out)]
     weights, eps = ((q, q), (0.0, 0.0)) if norms is None else (norms.weights, norms.eps)
     half, all_heads = head_dim // 2, num_heads + 2 * num_kv_heads
+    width = triton.next_power_of_2(half)
+    block = max(HEADS_PER_PROGRAM, NUMBERS_PER_PROGRAM // width)
     dependent = has_dependent_launch(q.device)
     # `aligned` of all pointers is in the key: caches of other layers may begin elsewhere.
     pointers = (*weights, *angles, cache.keys, cache.values, slots, cache.clamped)
@@ -230,14 +234,14 @@ def rotate_and_store(
     divisible = tuple(stride % 16 == 0 for stride in strides)
     _LAUNCH_ROTATE_AND_STORE(
         (*shape, divisible, norms is None, q.device, aligned(q, k, v, out, *pointers)),
-        (tokens, -(-all_heads // HEADS_PER_PROGRAM)),
+        (tokens, -(-all_heads // block)),
         (q, k, v, out, *strides, *pointers, *eps, 1 / cache.scales.keys, 1 / cache.scales.values),
         {
             "num_heads": num_heads,
             "num_kv_heads": num_kv_heads,
             "half": half,
-            "width": triton.next_power_of_2(half),
-            "block": HEADS_PER_PROGRAM,
+            "width": width,
+            "block": block,
             "largest": int(FP8_MAX) if cache.quantised else 0,
             "NORMED": norms is not None,
             "PDL": dependent,
