@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Protocol
 
 from benchmarks.offline import Benchmark
-from benchmarks.offline_setup import model_parser
+from benchmarks.offline_setup import add_quantised, model_parser
 from benchmarks.workload import SHAPES
 from configs.wire.plan import Capacity, StepPlan, StepResult
 from configs.wire.sampling import Sampling, Stopping
@@ -205,6 +205,7 @@ def measure(ranks: Ranks, options: argparse.Namespace) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = model_parser(__doc__)
     parser.add_argument("--in-flight", dest="batches", type=int, nargs="+", default=[64])
+    add_quantised(parser)
     parser.add_argument("--requests", type=int, default=3, help="of each stream")
     parser.add_argument("--gap-ms", type=float, nargs="+", default=[0, 28])
     parser.add_argument("--prompt", type=int, default=512)

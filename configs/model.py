@@ -90,6 +90,9 @@ class ModelConfig(Config):
     trust_remote_code: run the Python files of the model's repository, for architectures that
     transformers does not have.
     quantize: a checkpoint that is quantised says so itself.
+    dequantised_fraction: the part of the memory behind weights and adapter pools in which weights
+    of integers are kept as numbers of `dtype` too, layer by layer, for steps of many tokens, on
+    CUDA. No answer needs them; without them such steps take longer.
     dynamic_rope_length: with dynamic rope, every sequence is computed as transformers computes one
     of this length; None: of the model's own length, and longer sequences are refused.
     tool_parser: how tool calls are found in answers.
@@ -108,6 +111,7 @@ class ModelConfig(Config):
     allow_pickle: bool = False
     trust_remote_code: bool = False
     quantize: Quantize = Quantize.NONE
+    dequantised_fraction: float = Field(default=0.15, ge=0, lt=1)
     dynamic_rope_length: PositiveInt | None = None
     tool_parser: ToolParser = ToolParser.AUTO
     reasoning_parser: ReasoningParser = ReasoningParser.AUTO

@@ -118,6 +118,15 @@ class LinearWeight(nn.Module, ABC):
         raise NotImplementedError
 
 
+def multiply(x: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
+    """x matrix^T + bias, as `LinearWeight.forward` says, by torch's library; matrix: [out, in]."""
+    if out is None:
+        return F.linear(x, matrix, bias)
+    if bias is None:
+        return torch.mm(x, matrix.t(), out=out)
+    return torch.addmm(bias, x, matrix.t(), out=out)
+
+
 class DenseWeight(LinearWeight):
     """The matrix itself, in the type that is computed in."""
 
@@ -138,11 +147,7 @@ class DenseWeight(LinearWeight):
 
     def forward(self, x: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         """x W^T + bias."""
-        if out is None:
-            return F.linear(x, self.matrix, bias)
-        if bias is None:
-            return torch.mm(x, self.matrix.t(), out=out)
-        return torch.addmm(bias, x, self.matrix.t(), out=out)
+        return multiply(x, self.matrix, bias, out)
 
     def __getitem__(self, rows: slice) -> Tensor:
         """Return some rows."""

@@ -84,8 +84,8 @@ def integers(operands: Operands, bias: Tensor | None, out: Tensor | None) -> Ten
     assert groups is not None
     outputs, inputs = codes.shape[1], x.shape[1]
     own = replace(operands, x=x.contiguous())
-    is_few = len(x) <= CUTS[-1].rows
-    cut = None if is_few else tiled_cut(own)
+    cut = tiled_cut(own)
+    is_few = cut is None and groups.table is None and len(x) <= CUTS[-1].rows
     if (is_few or cut) and inputs // len(codes) >= LEAST_CHUNK:
         y = x.new_empty(len(x), outputs) if out is None else out
         if cut is None:

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from modeling.quantisation.base import LEAST_CHUNK, QuantisedWeight
 from modeling.quantisation.products import gpu_products
-from sharding.linear_weight import LinearWeight, OperandGroups, Operands
+from sharding.linear_weight import LinearWeight, OperandGroups, Operands, multiply
 
 
 @dataclass(frozen=True)
@@ -79,12 +79,24 @@ def unpack(packed: Tensor) -> Tensor:
     return parts.permute(1, 0, 3, 2).flatten(1)
 
 
+MOST_TOKENS = 64
+"""Up to which codes are multiplied faster than numbers, on an H200, where they stand for
+themselves; others never are."""
+
+_AT_ONCE = 4096
+"""Outputs whose numbers are made at once, which takes several times their bytes."""
+
+
 class IntegerWeight(QuantisedWeight):
     """Codes, and what groups of them share.
 
     codes: uint8, in the groups' order: of 4 bits see `pack`, where chunks are whole; [out, in]
     otherwise. scales, zeros: as Groups has them, but [groups, out].
+    dequantised: all numbers [out, in] beside the codes, for products of many tokens; it is none of
+    the model's parameters.
     """
+
+    dequantised: Tensor | None = None
 
     def __init__(
         self,
@@ -135,8 +147,11 @@ class IntegerWeight(QuantisedWeight):
 
     def forward(self, x: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         """x W^T + bias."""
-        gpu = gpu_products(x)
-        if gpu is None or not self.is_packed or self.size is None:
+        gpu = gpu_products(x) if self.is_packed and self.size is not None else None
+        is_few = self.table is None and len(x) <= MOST_TOKENS
+        if self.dequantised is not None and (gpu is None or not is_few):
+            return multiply(x, self.dequantised, bias, out)
+        if gpu is None:
             return super().forward(x, bias, out)
         return gpu.integers(self.operands(x), bias, out)
 
@@ -171,6 +186,13 @@ class IntegerWeight(QuantisedWeight):
             values = (codes.to(torch.int16) - zeros).to(scales.dtype)
         return (values * scales[:, self.group_of]).to(self.dtype)
 
+    def dequantise(self) -> None:
+        """Keep all numbers beside the codes."""
+        self.dequantised = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        for first in range(0, self.shape[0], _AT_ONCE):
+            rows = slice(first, first + _AT_ONCE)
+            self.dequantised[rows] = self[rows]
+
     def unpacked(self, rows: slice) -> Tensor:
         """Return some rows' codes, uint8, in the order of the inputs."""
         codes = unpack(self.codes[:, rows]) if self.is_packed else self.codes[rows]
@@ -203,3 +225,20 @@ def round_groups(matrix: Tensor, bits: int, size: int | None) -> IntegerWeight:
     ]
     codes = (torch.cat(rounded, dim=1) + middle).clamp(0, 2 * middle - 1).to(torch.uint8)
     return IntegerWeight(codes, local_groups(scales, None, group_of, middle), bits, matrix.dtype)
+
+
+def keep_dequantised(model: nn.Module, most_bytes: int) -> int:
+    """Keep the numbers of a model's integers beside them, of the first that fit; returns bytes."""
+    kept = 0
+    for weight in codes_alone(model):
+        size = weight.shape[0] * weight.shape[1] * weight.dtype.itemsize
+        if kept + size <= most_bytes:
+            weight.dequantise()
+            kept += size
+    return kept
+
+
+def codes_alone(model: nn.Module) -> list[IntegerWeight]:
+    """Return a model's integers that have no numbers beside them."""
+    found = (each for each in model.modules() if isinstance(each, IntegerWeight))
+    return [weight for weight in found if weight.dequantised is None]

@@ -17,7 +17,7 @@ from modeling.adapters.bank import (
     page_bytes,
 )
 from modeling.adapters.kernels.select import select_kernel
-from modeling.adapters.linear import adapted_linears, base_linears
+from modeling.adapters.linear import base_linears
 from modeling.adapters.norms import AdaptedNorms
 from modeling.adapters.projection import WHOLE_KINDS, ProjectionKind
 from modeling.adapters.score import ScoreHeads
@@ -27,7 +27,7 @@ from modeling.attention.kv_layout import KvLayout, allocate_blocks
 from modeling.attention.select import select_attention, select_checking
 from modeling.models.base import PagedModel
 from modeling.models.eagle3 import Eagle3Heads
-from modeling.quantisation.integers import IntegerWeight
+from modeling.quantisation.integers import codes_alone, keep_dequantised
 from modeling.runner.block_tables import BatchSize
 from modeling.runner.cache import choose_cache
 from modeling.runner.captures import GraphSizes, StepGraphs, capture, graph_sizes_of
@@ -36,7 +36,7 @@ from modeling.runner.eagle3_guesses import Eagle3Drafter
 from modeling.runner.fitting import smaller_form, weight_sizes
 from modeling.runner.forward import PagedForward
 from modeling.runner.input_batch import InputBatch
-from modeling.runner.loading import load_model, read_eagle3, read_heads, total_tokens
+from modeling.runner.loading import LoadedModel, load_model, read_eagle3, read_heads, total_tokens
 from modeling.runner.memory import (
     CACHE_SETTINGS,
     POOL_SETTINGS,
@@ -48,6 +48,7 @@ from modeling.runner.memory import (
     check_states,
     cpu_blocks,
     cuda_blocks,
+    dequantised_bytes,
     device_memory,
     expert_pages,
     fitting,
@@ -93,6 +94,7 @@ def load_paged(config: EngineConfig, group: TensorParallel, device: torch.device
         copies = vocabulary_copies(config.adapters, whole, memory)
         size = bank_size(config.adapters, pages, copies, experts)
         bank = _bank(model, size, device)
+        weights = _with_dequantised(config, weights)
         plan = kernel.plan(bank, config.limits.max_step_tokens) if kernel.plan and pages else None
     return LoadedPaged(
         PagedParts(
@@ -117,6 +119,18 @@ def load_paged(config: EngineConfig, group: TensorParallel, device: torch.device
             drafter=_drafter(config, read_eagle3(config, model, group), model, cache),
         )
     )
+
+
+def _with_dequantised(config: EngineConfig, weights: LoadedModel) -> LoadedModel:
+    """Keep numbers beside integers, behind the pools, as far as the config allows."""
+    model = weights.model
+    memory = device_memory(model.device) if model.device.type == "cuda" else None
+    kept = keep_dequantised(cast(nn.Module, model), dequantised_bytes(config, memory))
+    if not kept:
+        return weights
+    name = str(model.dtype).removeprefix("torch.")
+    forms = dict(weights.weight_forms) | {f"{name} beside integers": kept}
+    return replace(weights, weight_forms=forms, bytes_resident=weights.bytes_resident + kept)
 
 
 def _allocate_states(config: EngineConfig, model: PagedModel) -> None:
@@ -350,9 +364,7 @@ class LoadedPaged(LoadedRunner):
         """Run steps for every kernel, all of them in the dummy block."""
         slots = [-1] if self.parts.adapter_plan is None else [-1, 0]
         most = self.parts.config.limits.max_step_tokens
-        linears = adapted_linears(cast(nn.Module, self.parts.weights.model))
-        has_integers = any(isinstance(each.base.stored, IntegerWeight) for each in linears)
-        more = INTEGER_TOKENS if has_integers else ()
+        more = INTEGER_TOKENS if codes_alone(cast(nn.Module, self.parts.weights.model)) else ()
         batches = list(warmup_batches(self.parts.size, most, dummy_block, slots, more))
         guesses, guessing = self.parts.draft_heads or 0, self.parts.config.speculation.max_running
         for batch in counted("warm-up steps, with what they compile", batches):

@@ -181,6 +181,14 @@ def check_states(count: int, slot_bytes: int, memory: DeviceMemory | None) -> No
     )
 
 
+def dequantised_bytes(config: EngineConfig, memory: DeviceMemory | None) -> int:
+    """Return what numbers of integers may take beside them; memory: None on a CPU."""
+    if memory is None:
+        return 0
+    others = memory.total * (1 - config.cache.device_memory_fraction)
+    return int(max(0.0, memory.free - others) * config.model.dequantised_fraction)
+
+
 def cpu_blocks(size: BatchSize, block_bytes: int) -> int:
     """Blocks for every batch slot at full length, up to the default budget; for one at least."""
     wanted = size.max_running * size.max_blocks

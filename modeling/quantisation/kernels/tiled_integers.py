@@ -1,4 +1,4 @@
-"""Products of more than 64 tokens with weights of 4 bits, in Triton: tiles of tokens too.
+"""Products of many tokens with weights of 4 bits, in Triton: tiles of tokens too.
 
     y[m, n] = sum_k x[m, k] W[n, k]
 
@@ -78,6 +78,11 @@ TILED_CUTS = {
 }
 """As measured on an H200: of at least MANY outputs, else of at least MANY inputs, and of others. A
 library is as fast for more tokens, and faster for codes that stand for other numbers."""
+
+FEW = TiledCut(64, *_NARROW)
+FEW_OF_TABLE, FEW_OF_ZEROS = range(4, 65), range(33, 65)
+"""Numbers of tokens up to 64 for which that cut is the fastest, where codes stand for other numbers
+and where they have zero points."""
 
 
 def _assembly(dtype: torch.dtype, has_table: bool) -> dict[str, str]:
@@ -236,7 +241,9 @@ def tiled_cut(operands: Operands) -> TiledCut | None:
     (rows, inputs), (_, outputs, _) = operands.x.shape, operands.weight.shape
     assert operands.groups is not None
     if operands.groups.table is not None:
-        return None
+        return FEW if rows in FEW_OF_TABLE else None
+    if rows <= FEW.rows:
+        return FEW if operands.groups.zeros is not None and rows in FEW_OF_ZEROS else None
     form = "wide" if outputs >= MANY else "long" if inputs >= MANY else "small"
     return next((cut for cut in TILED_CUTS[form] if rows <= cut.rows), None)
 

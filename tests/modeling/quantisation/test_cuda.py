@@ -102,6 +102,22 @@ def test_integers_of_many_sizes(form: str, shape: tuple[int, int]) -> None:
         assert torch.equal(found, weight(x, None))
 
 
+@pytest.mark.parametrize("form", ["8 bits", *INTEGERS])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_numbers_beside_codes(form: str, dtype: torch.dtype) -> None:
+    """Many tokens are multiplied with the numbers themselves, few as without them."""
+    weight, alone = FORMS[form](dtype), FORMS[form](dtype)
+    assert isinstance(weight, IntegerWeight)
+    weight.dequantise()
+    for tokens in TOKENS:
+        x = torch.randn(tokens, INPUTS, device="cuda").to(dtype)
+        found = weight(x, None, torch.empty(tokens, OUTPUTS, dtype=dtype, device="cuda"))
+        if tokens <= 64 and form in ("4 bits", "act-order"):
+            assert torch.equal(found, alone(x, None))
+        else:
+            assert torch.equal(found, F.linear(x, alone[:]))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rounding_is_the_cpus(dtype: torch.dtype) -> None:
     """Bit by bit: a GPU divides by a number as by its inverse unless it is told not to."""

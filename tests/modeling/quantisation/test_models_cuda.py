@@ -204,11 +204,18 @@ def write(folder: Path, form: str) -> tuple[Path, Path]:
     return stored, adapter
 
 
-def make_runner(model: Path, form: str, device: Device, dtype: DType) -> ModelRunner:
+def make_runner(
+    model: Path, form: str, device: Device, dtype: DType, dequantised: float = 0.0
+) -> ModelRunner:
     kind = AttentionKind.TRITON if device is Device.CUDA else AttentionKind.AUTO
     config = engine_config(
         model,
-        model=ModelConfig(id=str(model), dtype=dtype, quantize=AT_LOAD.get(form, Quantize.NONE)),
+        model=ModelConfig(
+            id=str(model),
+            dtype=dtype,
+            quantize=AT_LOAD.get(form, Quantize.NONE),
+            dequantised_fraction=dequantised,
+        ),
         device=device,
         attention=kind,
         cache=CacheConfig(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE),
@@ -234,26 +241,32 @@ def test_models(form: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) ->
     model, adapter = write(tmp_path, form)
     found: dict[str, Tensor] = {}
     lines, far = [], []
-    for name, device, dtype in (
-        ("truth", Device.CPU, DType.FLOAT32),
-        ("reference", Device.CPU, DType.BFLOAT16),
-        ("ours", Device.CUDA, DType.BFLOAT16),
+    for name, device, dtype, dequantised in (
+        ("truth", Device.CPU, DType.FLOAT32, 0.0),
+        ("reference", Device.CPU, DType.BFLOAT16, 0.0),
+        ("ours", Device.CUDA, DType.BFLOAT16, 0.0),
+        ("numbers", Device.CUDA, DType.BFLOAT16, 0.1),
     ):
-        runner = make_runner(model, form, device, dtype)
+        runner = make_runner(model, form, device, dtype, dequantised)
+        kept = [each for each in runner.report.weight_forms if "beside" in each]
+        if name == "numbers" and not kept:
+            continue
+        assert bool(kept) == (dequantised > 0)
         place_all(runner, [adapter])
+        is_ours = device is Device.CUDA
         for slot in (-1, 0):
-            for decode in (False, True) if name == "ours" else (False,):
+            for decode in (False, True) if is_ours else (False,):
                 said = forced_logprobs(runner, VOCAB_SIZE, slot, decode, BLOCK_SIZE).cpu()
-                if name != "ours":
+                if not is_ours:
                     found[f"{name}{slot}"] = said
                     continue
                 truth, reference = found[f"truth{slot}"], found[f"reference{slot}"]
                 theirs, own = errors(reference, truth), errors(said, truth)
                 way = f"{'base' if slot < 0 else 'adapter':8}{'decode' if decode else 'prefill':8}"
-                lines.append(f"{form:24}{way}{own}  (reference: {theirs})")
+                lines.append(f"{form:24}{name:8}{way}{own}  (reference: {theirs})")
                 if not bounded(own, theirs):
                     far.append(lines[-1])
-    assert runner.num_captured, "no step was captured"
+        assert not is_ours or runner.num_captured, "no step was captured"
     with capfd.disabled():
         print("", *lines, sep="\n")
     assert not far, "\n".join(far)

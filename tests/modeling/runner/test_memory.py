@@ -15,6 +15,7 @@ from modeling.runner.memory import (
     check_states,
     cpu_blocks,
     cuda_blocks,
+    dequantised_bytes,
     expert_pages,
     vocabulary_copies,
     vocabulary_pages,
@@ -51,6 +52,13 @@ def test_a_cpu_caches_every_place_within_its_budget() -> None:
     assert cpu_blocks(BatchSize(4, 100, 16), 1000) == 28
     assert cpu_blocks(BatchSize(256, 4096, 16), 2**20) == CPU_CACHE_BYTES // 2**20
     assert cpu_blocks(BatchSize(256, 4096, 16), GIB) == 256
+
+
+def test_numbers_beside_integers_take_their_part_of_what_the_cache_would_get() -> None:
+    config = EngineConfig(model=ModelConfig(id="m", dequantised_fraction=0.25))
+    assert dequantised_bytes(config, DeviceMemory(total=80 * GIB, free=48 * GIB)) == 10 * GIB
+    assert dequantised_bytes(config, DeviceMemory(total=80 * GIB, free=7 * GIB)) == 0
+    assert dequantised_bytes(config, None) == 0
 
 
 def test_a_gpu_caches_with_what_is_left() -> None:
