@@ -182,6 +182,81 @@ def test_a_batch_has_the_permissions_of_its_key(
     run(story())
 
 
+@pytest.mark.parametrize("lost", ["input", "key"])
+def test_a_batch_that_cannot_go_on_fails_with_the_results_so_far(
+    world: World, monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
+    monkeypatch.setenv("THE_KEY", "sk-1")
+    world.api = ApiConfig(keys=(KeyConfig(name="team", env="THE_KEY"),))
+    owner = owner_of("team")
+
+    async def story() -> None:
+        id = world.batch([line(each) for each in "abc"], "team")
+        async with world.running(replies=2):
+            await when(lambda: world.record(id, owner).request_counts.completed == 2)
+        if lost == "input":
+            world.store.delete_file(owner, world.record(id, owner).input_file_id)
+        else:
+            world.api = ApiConfig(keys=(KeyConfig(name="other", env="THE_KEY"),))
+        async with world.running():
+            await when(lambda: world.record(id, owner).status == "failed")
+            await when(lambda: not world.store.open_batches())
+        record = world.record(id, owner)
+        counts = record.request_counts
+        assert (counts.total, counts.completed, counts.failed) == (3, 2, 0)
+        assert len(world.results(record.output_file_id, owner)) == 2
+        assert record.errors is not None
+        if lost == "key":
+            assert [each.code for each in record.errors.data] == ["unknown_key"]
+            unsent = world.results(record.error_file_id, owner)
+            assert [each["error"]["code"] for each in unsent.values()] == ["batch_failed"]
+        else:
+            assert [each.code for each in record.errors.data] == ["invalid_input_file"]
+            assert record.error_file_id is None
+
+    run(story())
+
+
+def test_a_cancelled_batch_ends_though_its_input_is_deleted(world: World) -> None:
+    async def story() -> None:
+        world.driver.hold_after = 2
+        id = world.batch([line("a"), line("b")])
+        async with world.running():
+            await when(lambda: world.driver.requests)
+            world.store.delete_file(OWNER, world.record(id).input_file_id)
+            world.store.cancel(OWNER, id)
+            await world.until(id, "cancelled")
+
+    run(story())
+
+
+def test_a_storage_that_is_away_for_a_while_fails_no_batch(world: World) -> None:
+    async def story() -> None:
+        id = world.batch([line("a")])
+        input = f"{OWNER}/files/{world.record(id).input_file_id}.json"
+        whole = world.store.storage.read(input) or b""
+        world.store.storage.write(input, b"")
+        async with world.running():
+            await asyncio.sleep(0.1)
+            world.store.storage.write(input, whole)
+            await world.until(id, "completed")
+
+    run(story())
+
+
+def test_large_results_are_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(tmp_path, max_running=1)
+    monkeypatch.setattr(work, "_PART_SECONDS", 3600.0)
+    monkeypatch.setattr(work, "_PART_BYTES", 1)
+
+    async def story() -> None:
+        id = world.batch([line(each) for each in "abcdef"])
+        async with world.running(replies=5):
+            await when(lambda: world.record(id).request_counts.completed >= 4)
+
+    run(story())
+
+
 def test_old_files_and_batches_are_deleted(world: World) -> None:
     async def story() -> None:
         id = world.batch([line("a")])
@@ -191,10 +266,11 @@ def test_old_files_and_batches_are_deleted(world: World) -> None:
         running = world.batch([line("b")])
         world.now += 31 * 86_400
         world.store.delete_expired()
-        assert world.store.files(OWNER, None, 10, True) == []
         assert [each.id for each in world.store.batches(OWNER, None, 10)] == [running]
+        kept = world.record(running).input_file_id
+        assert [each.id for each in world.store.files(OWNER, None, 10, True)] == [kept]
         assert record.output_file_id is not None
-        assert world.store.storage.objects(f"{OWNER}/files") == []
+        assert len(world.store.storage.objects(f"{OWNER}/files")) == 2
 
     run(story())
 
