@@ -1,6 +1,7 @@
 """Batches from their input to their output, through ends of the process and of the batch."""
 
 import asyncio
+import io
 import json
 import time
 from collections.abc import Coroutine
@@ -315,6 +316,17 @@ def test_lines_are_cut_at_the_same_borders_however_they_are_read() -> None:
     assert [raw for _, raw in found][:2] == [b"one", b"two\r"]
     assert len(found[2][1]) > 10
     assert found[3][1] == b"three"
+
+
+def test_reading_a_long_line_takes_time_in_proportion_to_its_length() -> None:
+    def seconds(megabytes: int) -> float:
+        content = io.BytesIO(b"x" * megabytes * 2**20 + b"\n")
+        began = time.process_time()
+        assert len(list(raw_lines(content, 2**30))) == 1
+        return time.process_time() - began
+
+    # Joined anew with each piece, 16 MiB took 250 times as long as 1 MiB.
+    assert min(seconds(16) for _ in range(3)) < 80 * min(seconds(1) for _ in range(3))
 
 
 def test_no_result_is_lost_while_its_part_is_still_written(
