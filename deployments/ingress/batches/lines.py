@@ -50,10 +50,10 @@ def raw_lines(stream: IO[bytes], max_bytes: int) -> Iterator[tuple[int, bytes]]:
     while piece := stream.read(_PIECE_BYTES):
         *ends, rest = piece.split(b"\n")
         for end in ends:
-            line = b"".join((*parts, end))
+            line, parts = b"".join((*parts, end)), []
             if line.strip() and not too_long:
                 yield number, line
-            parts, too_long = [], False
+            too_long = False
             number += 1
         parts.append(rest)
         if sum(map(len, parts)) > max_bytes:
