@@ -46,8 +46,9 @@ def raw_lines(stream: IO[bytes], max_bytes: int) -> Iterator[tuple[int, bytes]]:
     Reads a piece at a time, so that no line takes more memory than that.
     """
     number, too_long = 1, False
-    parts = [stream.read(len(BOM_UTF8)).removeprefix(BOM_UTF8)]
-    while piece := stream.read(_PIECE_BYTES):
+    parts: list[bytes] = []
+    piece = stream.read(len(BOM_UTF8)).removeprefix(BOM_UTF8) + stream.read(_PIECE_BYTES)
+    while piece:
         *ends, rest = piece.split(b"\n")
         for end in ends:
             line, parts = b"".join((*parts, end)), []
@@ -60,6 +61,7 @@ def raw_lines(stream: IO[bytes], max_bytes: int) -> Iterator[tuple[int, bytes]]:
             if not too_long:
                 yield number, b"".join(parts)
             parts, too_long = [], True
+        piece = stream.read(_PIECE_BYTES)
     if (line := b"".join(parts)).strip() and not too_long:
         yield number, line
 
