@@ -30,6 +30,7 @@ from deployments.ingress.batches.records import (
     OpenBatch,
 )
 from deployments.ingress.batches.store import BatchStore, parts_of
+from deployments.ingress.batches.usage import BatchUsage
 from deployments.ingress.http.errors import RequestError
 
 _MAX_FAULTS = 100
@@ -297,9 +298,12 @@ class BatchWork:
         record = self._record
         record.status, record.finalizing_at = "finalizing", self._store.now
         self._store.save_batch(self._entry.owner, record)
+        record.usage = BatchUsage()
         with TemporaryFile() as output, TemporaryFile() as errors:
             for _, succeeded, result in self._results():
                 (output if succeeded else errors).write(result)
+                if succeeded:
+                    record.usage.add(result)
             if self._ends_as != "completed":
                 self._write_unsent(errors)
             record.output_file_id = self._add_file(output, "output")

@@ -52,6 +52,10 @@ def test_every_line_has_its_result_and_runs_in_the_background(world: World) -> N
         assert bad["c"]["response"]["status_code"] == 400
         assert all(request.background for request in world.driver.requests)
         assert world.store.file(OWNER, record.output_file_id or "").purpose == "batch_output"
+        reported = [each["response"]["body"]["usage"] for each in good.values()]
+        assert record.usage is not None
+        assert record.usage.total_tokens == sum(each["total_tokens"] for each in reported)
+        assert record.usage.input_tokens == sum(each["prompt_tokens"] for each in reported)
 
     run(story())
 
