@@ -91,7 +91,7 @@ class BaseDirectory:
 
     @property
     def is_complete(self) -> bool:
-        """Whether each base has said what it has."""
+        """Whether each base was described once."""
         return all(engine.latest is not None for engine in self._engines.values())
 
     async def _model_name(self, base: str) -> str:

@@ -3,13 +3,13 @@
 import msgspec
 
 
-class CachedTokens(msgspec.Struct):
+class InputDetails(msgspec.Struct):
     """Prompt tokens from the prefix cache, among the input's."""
 
     cached_tokens: int = 0
 
 
-class ReasoningTokens(msgspec.Struct):
+class OutputDetails(msgspec.Struct):
     """Tokens of the answers' reasoning, among the output's."""
 
     reasoning_tokens: int = 0
@@ -19,9 +19,9 @@ class BatchUsage(msgspec.Struct):
     """Tokens of all results of a batch."""
 
     input_tokens: int = 0
-    input_tokens_details: CachedTokens = msgspec.field(default_factory=CachedTokens)
+    input_tokens_details: InputDetails = msgspec.field(default_factory=InputDetails)
     output_tokens: int = 0
-    output_tokens_details: ReasoningTokens = msgspec.field(default_factory=ReasoningTokens)
+    output_tokens_details: OutputDetails = msgspec.field(default_factory=OutputDetails)
     total_tokens: int = 0
 
     def add(self, result: bytes) -> None:
