@@ -10,6 +10,7 @@ from starlette.types import Receive, Scope, Send
 
 from deployments.ingress.access.keys import Grant
 
+LONGEST_WAIT_S = 60.0
 _URL = "http://batch"
 
 
@@ -20,14 +21,18 @@ class LineReply(NamedTuple):
     body: bytes
     retry_after_s: float | None
 
+    @property
+    def is_refusal(self) -> bool:
+        """Whether the server is busy or away, or a quota used up: not that the request is wrong."""
+        return self.status in (429, 503, 529)
+
+    def seconds_to_wait(self, backoff_s: float) -> float:
+        """When to send a refused request again; backoff_s: where the reply does not say it."""
+        return min(self.retry_after_s or backoff_s, LONGEST_WAIT_S)
+
 
 SendRequest = Callable[[str, bytes], Awaitable[LineReply]]
 """Sends one body to one path."""
-
-
-# Replies that say that the server is busy or away, not that the request is wrong.
-_RETRIED = frozenset({429, 503, 529})
-_LONGEST_WAIT = 60.0
 
 
 class UnknownKey(Exception):
@@ -57,9 +62,9 @@ def sender(app: FastAPI, key: str) -> SendRequest:
 
 
 async def send_until_done(send: SendRequest, path: str, body: bytes) -> LineReply:
-    """Send one request until the server is not too busy for it."""
-    wait = 1.0
-    while (reply := await send(path, body)).status in _RETRIED:
-        await asyncio.sleep(min(reply.retry_after_s or wait, _LONGEST_WAIT))
-        wait = min(2 * wait, _LONGEST_WAIT)
+    """Send one request until the server does not refuse it."""
+    backoff = 1.0
+    while (reply := await send(path, body)).is_refusal:
+        await asyncio.sleep(reply.seconds_to_wait(backoff))
+        backoff = min(2 * backoff, LONGEST_WAIT_S)
     return reply

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Callable
 
 from deployments.batch_runner.requests import SendRequest
@@ -13,7 +12,7 @@ from deployments.ingress.batches.store import BatchStore
 _POLL_SECONDS = 10.0
 _CLEAN_SECONDS = 3600.0
 _MAX_BATCHES = 8
-"""How many batches run at once; they share the places of running requests."""
+"""How many batches of one API key run at once; all share the slots of running requests."""
 
 logger = logging.getLogger("loray.batches")
 
@@ -66,15 +65,14 @@ class BatchRunner:
             pass
 
     async def _start_batches(self) -> None:
-        """Start as many open batches as may run, of the owners with the fewest first."""
-        entries = await asyncio.to_thread(self._store.open_batches)
-        waiting = [entry for entry in entries if entry.id not in self._running]
-        while waiting and len(self._running) < _MAX_BATCHES:
-            owners = Counter(entry.owner for entry, _ in self._running.values())
-            entry = min(waiting, key=lambda each: (owners[each.owner], each.id))
-            waiting.remove(entry)
-            task = asyncio.create_task(self._run_batch(entry))
-            self._running[entry.id] = entry, task
+        """Start as many open batches of each owner as may run, and those that are to end."""
+        for entry in await asyncio.to_thread(self._store.open_batches):
+            if entry.id in self._running:
+                continue
+            owned = sum(each.owner == entry.owner for each, _ in self._running.values())
+            if owned < _MAX_BATCHES or await asyncio.to_thread(self._store.is_to_end, entry):
+                task = asyncio.create_task(self._run_batch(entry))
+                self._running[entry.id] = entry, task
 
     async def _run_batch(self, entry: OpenBatch) -> None:
         try:

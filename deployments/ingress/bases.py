@@ -89,6 +89,11 @@ class BaseDirectory:
             found = self._known(model, usable)
         return None if found is None else (found, model)
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether each base was described once."""
+        return all(engine.latest is not None for engine in self._engines.values())
+
     async def _model_name(self, base: str) -> str:
         """What the application of a base calls its model; "" means it too."""
         engine = self._engines[base]
@@ -224,6 +229,11 @@ class BaseDispatch:
         body: bytes = message["body"]
         model = _model_of(body)
         found = await self._directory.find(model, self._usable(scope)) if model else None
+        of_batch = _batch_key(scope) is not None
+        if of_batch and model and found is None and not self._directory.is_complete:
+            # A batch has time: it sends the line again. Other callers get the first base's reply.
+            reason = f"a base model that may have `{model}` does not answer yet"
+            raise RequestError(ErrorKind.UNAVAILABLE, reason, retry_after_s=1.0)
         base, name = found or (self._first, model)
         if name is not None and name != model:
             body = _with_model(body, name)

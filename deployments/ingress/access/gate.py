@@ -27,14 +27,16 @@ class KeyGate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or reply with 401 or 429."""
-        # A batch's requests come from this process, with their grant; none can come by HTTP.
-        has_grant = isinstance(scope.get("state", {}).get("grant"), Grant)
-        if scope["type"] != "http" or has_grant:
+        if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         request = Request(scope)
+        # A batch's requests come from this process, with their grant; none can come by HTTP.
+        given = scope.get("state", {}).get("grant")
         try:
-            grant = self._admit(request)
+            grant = given if isinstance(given, Grant) else self._grant(request)
+            if not _reads(request):
+                grant.quota.count_request()
         except RequestError as error:
             await error_response(request, error)(scope, receive, send)
             return
@@ -42,16 +44,17 @@ class KeyGate:
         state = {**scope.get("state", {}), "grant": grant}
         await self._app({**scope, "state": state}, receive, send)
 
-    def _admit(self, request: Request) -> Grant:
+    def _grant(self, request: Request) -> Grant:
         grant = self._keys.grant(api_key(request))
-        reads = request.method in ("GET", "HEAD")
         if grant is None:
-            if reads and route_path(request) in _OPEN:
+            if _reads(request) and route_path(request) in _OPEN:
                 return Grant(patterns=())
             message = "no valid API key: send one as `Authorization: Bearer …` or `x-api-key`"
             raise RequestError(ErrorKind.UNAUTHORIZED, message)
         if grant.admin and not grant.known and self._keys.is_from_elsewhere(request):
             grant = replace(grant, admin=False)
-        if not reads:
-            grant.quota.count_request()
         return grant
+
+
+def _reads(request: Request) -> bool:
+    return request.method in ("GET", "HEAD")

@@ -70,6 +70,11 @@ class Quota:
         self._requests = Bucket(requests, clock, replicas) if requests else None
         self._tokens = Bucket(tokens, clock, replicas) if tokens else None
 
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether tokens are limited."""
+        return self._tokens is not None
+
     def count_request(self) -> None:
         """Count a request; raises QUOTA, without counting it, if there were too many."""
         if self._requests is None:

@@ -93,4 +93,4 @@ async def _generate(engine: EngineClient) -> None:
     sequence = SequenceRequest(ids, Sampling(pooling=pooling), stopping)
     request = GenerateRequest(f"startup-{uuid.uuid4().hex}", [sequence])
     job = GenerationJob(request, [], keep_stops=True, per_token=False, characters=len(_PROMPT))
-    await collect(engine, served, job)
+    await collect(engine, job, job.detokenizers(served.tokenizer))

@@ -15,6 +15,7 @@ ENDPOINTS = frozenset({
 """The routes that a batch may call."""
 
 _MAX_ID = 512
+_PIECE_BYTES = 1 << 16
 _encode = msgspec.json.Encoder().encode
 
 
@@ -45,20 +46,24 @@ def raw_lines(stream: IO[bytes], max_bytes: int) -> Iterator[tuple[int, bytes]]:
     Reads a piece at a time, so that no line takes more memory than that.
     """
     number, too_long = 1, False
-    rest = stream.read(len(BOM_UTF8)).removeprefix(BOM_UTF8)
-    while piece := stream.read(1 << 16):
-        *whole, rest = (rest + piece).split(b"\n")
-        for line in whole:
+    parts: list[bytes] = []
+    piece = stream.read(len(BOM_UTF8)).removeprefix(BOM_UTF8) + stream.read(_PIECE_BYTES)
+    while piece:
+        *ends, rest = piece.split(b"\n")
+        for end in ends:
+            line, parts = b"".join((*parts, end)), []
             if line.strip() and not too_long:
                 yield number, line
             too_long = False
             number += 1
-        if len(rest) > max_bytes:
+        parts.append(rest)
+        if sum(map(len, parts)) > max_bytes:
             if not too_long:
-                yield number, rest
-            rest, too_long = b"", True
-    if rest.strip() and not too_long:
-        yield number, rest
+                yield number, b"".join(parts)
+            parts, too_long = [], True
+        piece = stream.read(_PIECE_BYTES)
+    if (line := b"".join(parts)).strip() and not too_long:
+        yield number, line
 
 
 def read_line(

@@ -4,6 +4,8 @@ from typing import Literal
 
 import msgspec
 
+from deployments.ingress.batches.usage import BatchUsage
+
 BatchStatus = Literal[
     "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling",
     "cancelled",
@@ -49,7 +51,10 @@ class RequestCounts(msgspec.Struct):
 
 
 class BatchRecord(msgspec.Struct, kw_only=True):
-    """A batch; times in seconds since the epoch, None for what has not happened."""
+    """A batch; times in seconds since the epoch, None for what has not happened.
+
+    usage: the tokens of its results, when it has ended.
+    """
 
     id: str
     endpoint: str
@@ -70,6 +75,7 @@ class BatchRecord(msgspec.Struct, kw_only=True):
     cancelling_at: int | None = None
     cancelled_at: int | None = None
     request_counts: RequestCounts = msgspec.field(default_factory=RequestCounts)
+    usage: BatchUsage | None = None
     object: Literal["batch"] = "batch"
 
 

@@ -163,6 +163,11 @@ class BatchStore:
         since = self.storage.read(_cancel(owner, id))
         return None if since is None else int(since)
 
+    def is_to_end(self, entry: OpenBatch) -> bool:
+        """Whether a batch that has not ended was cancelled or has expired."""
+        record = self.batch(entry.owner, entry.id)
+        return record.status == "cancelling" or self.now >= record.expires_at
+
     def open_batches(self) -> list[OpenBatch]:
         """The batches of all owners that have not ended, the oldest first."""
         contents = (self.storage.read(f"open/{each.name}") for each in self.storage.objects("open"))
@@ -176,16 +181,26 @@ class BatchStore:
         self.storage.delete(_open(entry))
 
     def delete_expired(self) -> None:
-        """Delete files and ended batches that were kept long enough."""
+        """Delete files and ended batches that were kept long enough; inputs that are used stay."""
+        used = self._open_inputs()
         oldest = f"batch_{(self.now - self.config.keep_days * _DAY) * 1000:012x}"
         for owner in (each for each in self.storage.folders("") if each != "open"):
             for id in self._ids(owner, "files"):
                 record = self._find(owner, "files", id, FileRecord)
-                if record is not None and (record.expires_at or self.now + 1) <= self.now:
+                if id in used or record is None or record.expires_at is None:
+                    continue
+                if record.expires_at <= self.now:
                     self._drop_file(owner, id)
             for id in self._ids(owner, "batches"):
                 if id < oldest and not self.storage.exists(f"open/{owner}.{id}"):
                     self.storage.delete(_record(owner, "batches", id))
+
+    def _open_inputs(self) -> set[str]:
+        """The input files of the batches that have not ended."""
+        records = (
+            self._find(each.owner, "batches", each.id, BatchRecord) for each in self.open_batches()
+        )
+        return {record.input_file_id for record in records if record is not None}
 
     def _check_room(self, owner: str) -> None:
         stored = [each for each in self.storage.objects(f"{owner}/files") if _is_data(each.name)]

@@ -203,12 +203,12 @@ class EngineClient:
         """The description; at most a second old."""
         return (await self._refresh()).info
 
-    def call(self, job: GenerationJob, streams: bool) -> EngineCall:
-        """A call of the driver, not started yet; streams: the reply is a stream."""
+    def call(self, job: GenerationJob, frames: bool) -> EngineCall:
+        """A call of the driver, not started yet; frames: tokens are read as they come."""
         if self._ended is not None:
             raise self._ended()
         # A whole reply needs frames only to find a stop string before the last token.
-        frames = streams or bool(job.stops)
+        frames = frames or bool(job.stops)
         call = EngineCall(self._driver, self._inboxes, self._reply_to(), job.request, frames)
         self._calls.add(call)
         return call

@@ -15,7 +15,7 @@ from deployments.contract import Completion
 from deployments.ingress.access.keys import grant_of
 from deployments.ingress.access.quotas import Quota
 from deployments.ingress.generation.calls import EngineCall, Event, events
-from deployments.ingress.generation.engine import EngineClient, GenerationJob, ServedModel
+from deployments.ingress.generation.engine import EngineClient, GenerationJob
 from deployments.ingress.generation.observed import observe
 from deployments.ingress.generation.reply_headers import reply_headers, stream_headers
 from deployments.ingress.http.errors import RequestError
@@ -72,20 +72,27 @@ async def whole(
     """Run a job to its end and reply with `body` of the result."""
     served = await engine.served()
     job, quota = _admit(request, job)
+    detokenizers = job.detokenizers(served.tokenizer)
     with observe(engine, job) as observer:
-        result = await unless_gone(request.receive, collect(engine, served, job))
-        lengths = [choice.num_tokens for choice in result.choices]
-        quota.take_tokens(sum(lengths))
+        running = collect(engine, job, detokenizers, frames=quota.counts_tokens)
+        try:
+            result = await unless_gone(request.receive, running)
+        finally:
+            lengths = _charge(quota, detokenizers)
         record = observer.ended(result.completion, lengths)
     headers = reply_headers(served.info, job, record)
     return json_response(body(result), headers=headers)
 
 
-async def collect(engine: EngineClient, served: ServedModel, job: GenerationJob) -> FinishedCall:
-    """Run a job to its end."""
-    detokenizers = job.detokenizers(served.tokenizer)
+async def collect(
+    engine: EngineClient,
+    job: GenerationJob,
+    detokenizers: Sequence[DetokenizerState],
+    frames: bool = False,
+) -> FinishedCall:
+    """Run a job to its end; frames: read tokens as they come, so that they are counted by then."""
     gathered: list[list[Event]] = [[] for _ in detokenizers]
-    async with engine.call(job, streams=False) as call:
+    async with engine.call(job, frames) as call:
         async for batch in events(call, detokenizers):
             for event in batch:
                 gathered[event.sequence].append(event)
@@ -125,7 +132,7 @@ async def stream(
     """
     info, text = await engine.served()
     job, quota = _admit(request, job)
-    running = RunningCall(engine.call(job, streams=True), job.detokenizers(text), text)
+    running = RunningCall(engine.call(job, frames=True), job.detokenizers(text), text)
     body = _within_call(engine, job, running, chunks, quota)
     # Before `first` first runs, so the request is sent one round of the event loop earlier.
     running.call.start()
@@ -170,11 +177,16 @@ async def _within_call(
                 async for chunk in chunks(running):
                     yield chunk
         finally:
-            # A client that leaves is charged for the tokens so far.
-            lengths = [detokenizer.num_tokens for detokenizer in running.detokenizers]
-            quota.take_tokens(sum(lengths))
+            lengths = _charge(quota, running.detokenizers)
         assert running.call.completion is not None, "the events ended before the call"
         observer.ended(running.call.completion, lengths)
+
+
+def _charge(quota: Quota, detokenizers: Sequence[DetokenizerState]) -> list[int]:
+    """Charge an answer's tokens; of a client that leaves, those so far. Returns their numbers."""
+    lengths = [detokenizer.num_tokens for detokenizer in detokenizers]
+    quota.take_tokens(sum(lengths))
+    return lengths
 
 
 def _admit(request: Request, job: GenerationJob) -> tuple[GenerationJob, Quota]:

@@ -16,7 +16,7 @@ from deployments.batch_runner.requests import sender
 from deployments.batch_runner.runner import BatchRunner
 from deployments.ingress.batches.records import ENDED
 from deployments.ingress.batches.store import BatchStore
-from tests.deployments.batch_runner.world import CHAT, PATIENCE_S, in_a_hurry, line
+from tests.deployments.batch_runner.world import CHAT, PATIENCE_S, in_a_hurry, line, when
 from tests.deployments.ingress.test_bases import Bases
 
 
@@ -44,6 +44,37 @@ async def _results(client: httpx.AsyncClient, key: str, lines: list[str]) -> dic
         for result in map(json.loads, text.splitlines()):
             found[result["custom_id"]] = result["response"]["status_code"]
     return found
+
+
+def test_a_line_waits_for_a_base_that_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_a_hurry(monkeypatch)
+    kept = BatchesConfig(storage=str(tmp_path / "kept"))
+    bases = Bases(tmp_path, kept)
+    large = bases.drivers["large"]
+    large.broken = RuntimeError("it starts")
+
+    async def story() -> None:
+        transport = httpx.ASGITransport(app=bases.front)
+        async with (
+            bases.front.router.lifespan_context(bases.front),
+            httpx.AsyncClient(transport=transport, base_url="http://front") as client,
+        ):
+            runner = BatchRunner(BatchStore(kept), partial(sender, bases.front), 1 << 20)
+            running = asyncio.create_task(runner.run())
+            try:
+                lines = [json.dumps(line("sql", model="sql", max_tokens=3))]
+                results = asyncio.create_task(_results(client, "", lines))
+                await when(lambda: large.descriptions)
+                large.broken = None
+                assert await results == {"sql": 200}
+                assert bases.drivers["small"].requests == []
+            finally:
+                running.cancel()
+                await asyncio.gather(running, return_exceptions=True)
+
+    asyncio.run(story())
 
 
 def test_lines_go_to_the_bases_that_they_name_under_their_own_keys(

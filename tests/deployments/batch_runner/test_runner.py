@@ -1,6 +1,7 @@
 """Batches from their input to their output, through ends of the process and of the batch."""
 
 import asyncio
+import io
 import json
 import time
 from collections.abc import Coroutine
@@ -51,6 +52,10 @@ def test_every_line_has_its_result_and_runs_in_the_background(world: World) -> N
         assert bad["c"]["response"]["status_code"] == 400
         assert all(request.background for request in world.driver.requests)
         assert world.store.file(OWNER, record.output_file_id or "").purpose == "batch_output"
+        reported = [each["response"]["body"]["usage"] for each in good.values()]
+        assert record.usage is not None
+        assert record.usage.total_tokens == sum(each["total_tokens"] for each in reported)
+        assert record.usage.input_tokens == sum(each["prompt_tokens"] for each in reported)
 
     run(story())
 
@@ -182,6 +187,81 @@ def test_a_batch_has_the_permissions_of_its_key(
     run(story())
 
 
+@pytest.mark.parametrize("lost", ["input", "key"])
+def test_a_batch_that_cannot_go_on_fails_with_the_results_so_far(
+    world: World, monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
+    monkeypatch.setenv("THE_KEY", "sk-1")
+    world.api = ApiConfig(keys=(KeyConfig(name="team", env="THE_KEY"),))
+    owner = owner_of("team")
+
+    async def story() -> None:
+        id = world.batch([line(each) for each in "abc"], "team")
+        async with world.running(replies=2):
+            await when(lambda: world.record(id, owner).request_counts.completed == 2)
+        if lost == "input":
+            world.store.delete_file(owner, world.record(id, owner).input_file_id)
+        else:
+            world.api = ApiConfig(keys=(KeyConfig(name="other", env="THE_KEY"),))
+        async with world.running():
+            await when(lambda: world.record(id, owner).status == "failed")
+            await when(lambda: not world.store.open_batches())
+        record = world.record(id, owner)
+        counts = record.request_counts
+        assert (counts.total, counts.completed, counts.failed) == (3, 2, 0)
+        assert len(world.results(record.output_file_id, owner)) == 2
+        assert record.errors is not None
+        if lost == "key":
+            assert [each.code for each in record.errors.data] == ["unknown_key"]
+            unsent = world.results(record.error_file_id, owner)
+            assert [each["error"]["code"] for each in unsent.values()] == ["batch_failed"]
+        else:
+            assert [each.code for each in record.errors.data] == ["invalid_input_file"]
+            assert record.error_file_id is None
+
+    run(story())
+
+
+def test_a_cancelled_batch_ends_though_its_input_is_deleted(world: World) -> None:
+    async def story() -> None:
+        world.driver.hold_after = 2
+        id = world.batch([line("a"), line("b")])
+        async with world.running():
+            await when(lambda: world.driver.requests)
+            world.store.delete_file(OWNER, world.record(id).input_file_id)
+            world.store.cancel(OWNER, id)
+            await world.until(id, "cancelled")
+
+    run(story())
+
+
+def test_a_storage_that_is_away_for_a_while_fails_no_batch(world: World) -> None:
+    async def story() -> None:
+        id = world.batch([line("a")])
+        input = f"{OWNER}/files/{world.record(id).input_file_id}.json"
+        whole = world.store.storage.read(input) or b""
+        world.store.storage.write(input, b"")
+        async with world.running():
+            await asyncio.sleep(0.1)
+            world.store.storage.write(input, whole)
+            await world.until(id, "completed")
+
+    run(story())
+
+
+def test_large_results_are_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(tmp_path, max_running=1)
+    monkeypatch.setattr(work, "_PART_SECONDS", 3600.0)
+    monkeypatch.setattr(work, "_PART_BYTES", 1)
+
+    async def story() -> None:
+        id = world.batch([line(each) for each in "abcdef"])
+        async with world.running(replies=5):
+            await when(lambda: world.record(id).request_counts.completed >= 4)
+
+    run(story())
+
+
 def test_old_files_and_batches_are_deleted(world: World) -> None:
     async def story() -> None:
         id = world.batch([line("a")])
@@ -191,10 +271,11 @@ def test_old_files_and_batches_are_deleted(world: World) -> None:
         running = world.batch([line("b")])
         world.now += 31 * 86_400
         world.store.delete_expired()
-        assert world.store.files(OWNER, None, 10, True) == []
         assert [each.id for each in world.store.batches(OWNER, None, 10)] == [running]
+        kept = world.record(running).input_file_id
+        assert [each.id for each in world.store.files(OWNER, None, 10, True)] == [kept]
         assert record.output_file_id is not None
-        assert world.store.storage.objects(f"{OWNER}/files") == []
+        assert len(world.store.storage.objects(f"{OWNER}/files")) == 2
 
     run(story())
 
@@ -239,6 +320,17 @@ def test_lines_are_cut_at_the_same_borders_however_they_are_read() -> None:
     assert [raw for _, raw in found][:2] == [b"one", b"two\r"]
     assert len(found[2][1]) > 10
     assert found[3][1] == b"three"
+
+
+def test_reading_a_long_line_takes_time_in_proportion_to_its_length() -> None:
+    def seconds(megabytes: int) -> float:
+        content = io.BytesIO(b"x" * megabytes * 2**20 + b"\n")
+        began = time.process_time()
+        assert len(list(raw_lines(content, 2**30))) == 1
+        return time.process_time() - began
+
+    # Joined anew with each piece, 16 MiB took 250 times as long as 1 MiB.
+    assert min(seconds(16) for _ in range(3)) < 80 * min(seconds(1) for _ in range(3))
 
 
 def test_no_result_is_lost_while_its_part_is_still_written(

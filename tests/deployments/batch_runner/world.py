@@ -42,6 +42,7 @@ class World:
         self.store = BatchStore(self.config, lambda: self.now)
         self.driver = self._driver()
         self.api = ApiConfig()
+        self.attempts = 0
 
     def _driver(self) -> FakeDriver:
         driver = FakeDriver(engine_info(self.tokens, self.tokenizer), self.tokenizer)
@@ -69,20 +70,23 @@ class World:
     def record(self, id: str, owner: str = OWNER) -> BatchRecord:
         return self.store.batch(owner, id)
 
-    def results(self, file: str | None) -> dict[str, Any]:
+    def results(self, file: str | None, owner: str = OWNER) -> dict[str, Any]:
         """The lines of an output by custom_id, each there once."""
         assert file is not None
-        with self.store.content(OWNER, file) as stream:
+        with self.store.content(owner, file) as stream:
             lines = [json.loads(line) for line in stream.read().splitlines()]
         found = {line["custom_id"]: line for line in lines}
         assert len(found) == len(lines)
         return found
 
     @asynccontextmanager
-    async def running(self, replies: int | None = None) -> AsyncIterator[BatchRunner]:
+    async def running(
+        self, replies: int | None = None, refuses: Callable[[int], bool] = lambda _: False
+    ) -> AsyncIterator[BatchRunner]:
         """A new server process over the storage; it ends like a killed one.
 
         replies: how many requests it answers before it hangs; None: all.
+        refuses: whether it refuses the request of this number, from 1 over all processes.
         """
         inboxes, address = RequestInboxes(), ReplyAddress("127.0.0.1", 1, "hush")
         self.driver.deliver = inboxes.deliver
@@ -90,13 +94,27 @@ class World:
         app = build_app(self.driver, inboxes, lambda: address, settings)
         async with app.router.lifespan_context(app):
             sends = partial(_answering, partial(sender, app), replies)
-            made = BatchRunner(self.store, sends, self.api.max_body_bytes)
+            counts = partial(self._counting, sends, refuses)
+            made = BatchRunner(self.store, counts, self.api.max_body_bytes)
             task = asyncio.create_task(made.run())
             try:
                 yield made
             finally:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
+
+    def _counting(
+        self, make: Callable[[str], SendRequest], refuses: Callable[[int], bool], key: str
+    ) -> SendRequest:
+        send = make(key)
+
+        async def sends(path: str, body: bytes) -> LineReply:
+            self.attempts += 1
+            if refuses(self.attempts):
+                return LineReply(429, b"", 0.01)
+            return await send(path, body)
+
+        return sends
 
     async def until(self, id: str, status: BatchStatus, owner: str = OWNER) -> BatchRecord:
         async with asyncio.timeout(PATIENCE_S):

@@ -217,6 +217,20 @@ def test_a_client_that_leaves_is_charged_for_its_tokens(server: Server, http: ht
     assert reply.status_code == 429
 
 
+def test_a_client_that_leaves_before_its_answer_is_charged_too(
+    server: Server, http: httpx.Client
+) -> None:
+    _configure(server, keys=(_key("short", tokens_per_minute=60),))
+    server.driver.hold_after = 100
+    body = {"inputs": "hello", "parameters": {"max_new_tokens": 300}}
+    with pytest.raises(httpx.ReadTimeout):
+        http.post("/generate", json=body, headers=_bearer("short"), timeout=3.0)
+    assert server.driver.cancelled.wait(PATIENCE)
+    server.driver.hold_after = None
+    reply = http.post("/generate", json=BODY, headers=_bearer("short"))
+    assert reply.status_code == 429
+
+
 def test_a_missing_variable_is_an_error_at_the_start(server: Server) -> None:
     with pytest.raises(ValueError, match="NO_SUCH_KEY, which is not set"):
         _configure(server, keys=(KeyConfig(name="a", env="NO_SUCH_KEY"),))
