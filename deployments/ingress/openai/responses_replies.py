@@ -99,7 +99,9 @@ class ResponseWriter:
             self._open_item(_message())
         cut_off = self._reason is FinishReason.LENGTH
         status = "incomplete" if cut_off else "completed"
-        self._close_item(status)
+        # A stop string completes the response, but not the call that it cuts off.
+        in_call = self._reason is FinishReason.STOP_STRING and self._reader.cut_off
+        self._close_item("incomplete" if in_call else status)
         details = {"reason": "max_output_tokens"} if cut_off else None
         counts = response_usage(usage, self._reader.reasoning_tokens)
         self._response |= {"status": status, "incomplete_details": details, "usage": counts}

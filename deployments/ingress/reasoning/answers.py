@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from deployments.ingress.reasoning.formats import ReasoningFormat, Start
 from deployments.ingress.reasoning.harmony import HarmonyReader
 from deployments.ingress.reasoning.splitter import AnswerPart, ReasoningDelta, Splitter
-from deployments.ingress.text.detokenizer_state import TextPiece
+from deployments.ingress.text.detokenizer_state import EndCheck, TextPiece
 from deployments.ingress.tools.parsers import CallReader, CallStart, TextDelta
 from deployments.ingress.tools.tooling import ToolFormat
 
@@ -30,6 +30,22 @@ class AnswerFormat:
     def plain(self) -> bool:
         """Whether answers are text and nothing else."""
         return self.tooling is None and self.reasoning is None
+
+    @property
+    def ends_with_call(self) -> bool:
+        """Whether an answer ends with its first call, and no grammar ends it there."""
+        toolbox = self.tooling.toolbox if self.tooling is not None else None
+        return toolbox is not None and not (toolbox.parallel or toolbox.forced)
+
+    def end_check(self) -> EndCheck:
+        """A check that finds the token with which the first call of one answer is complete."""
+        reader = self.reader()
+
+        def is_complete(piece: TextPiece) -> bool:
+            reader.push([piece])
+            return reader.ended
+
+        return is_complete
 
     def call_id(self, call: CallStart, prefix: str = "call_") -> str:
         """The id of a call of an answer."""
@@ -76,6 +92,16 @@ class AnswerReader:
         """Calls so far."""
         own = self._splitter.num_calls if self._splitter is not None else 0
         return own + (self._calls.num_calls if self._calls is not None else 0)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the only call that is wanted is complete."""
+        return any(one is not None and one.ended for one in (self._splitter, self._calls))
+
+    @property
+    def cut_off(self) -> bool:
+        """Whether the answer ended within a call."""
+        return any(one is not None and one.cut_off for one in (self._splitter, self._calls))
 
     def push(self, pieces: Sequence[TextPiece], rest: str = "") -> list[AnswerPart]:
         """Add the text of tokens, and text after them; returns the parts that are certain now.

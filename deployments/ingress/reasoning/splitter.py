@@ -27,6 +27,7 @@ class Splitter:
     """
 
     num_calls = 0
+    ended = cut_off = False
 
     def __init__(self, format: ReasoningFormat, start: Start) -> None:
         self._format = format

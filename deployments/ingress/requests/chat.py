@@ -63,9 +63,18 @@ async def chat(
     answers = AnswerFormat(tool_format, shows_reasoning=body.include_reasoning is not False)
     chat_job = ChatJob(_showing(job, marker_ids), answers)
     reasoning = reasoning_format(engine.settings.reasoning_parser, template)
-    if reasoning is None or body.separate_reasoning is False or not job.detokenize:
+    if reasoning is not None and body.separate_reasoning is not False and job.detokenize:
+        start = _start(body, reasoning, rendered)
+        chat_job = await _split(chat_job, reasoning, start, served)
+    return _ending(chat_job)
+
+
+def _ending(chat_job: ChatJob) -> ChatJob:
+    """The chat's job, which ends with the first call if there may be no other."""
+    job, answers = chat_job
+    if not answers.ends_with_call:
         return chat_job
-    return await _split(chat_job, reasoning, _start(body, reasoning, rendered), served)
+    return ChatJob(replace(job, end_check=answers.end_check), answers)
 
 
 async def _split(
