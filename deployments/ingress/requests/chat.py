@@ -82,7 +82,8 @@ async def _split(
 ) -> ChatJob:
     """The chat's job with its answers' reasoning split off; a constraint begins after it."""
     job, answers = chat_job
-    if any(sequence.sampling.constraint for sequence in job.request.sequences):
+    constrains_all = answers.tooling is not None and answers.tooling.constrains_all
+    if job.request.sequences[0].sampling.constraint and not constrains_all:
         free = await free_part(reasoning, start, served.tokenizer, served.info.vocab_size)
         if free is None:
             return chat_job  # The constraint begins at once, so there is no reasoning.
