@@ -74,6 +74,7 @@ class AnswerReader:
     """Reads one answer; `push` its text as it comes, then `end`.
 
     reasoning_tokens: tokens up to the end of the reasoning, its marks included.
+    undecided_tokens: the last tokens, if they may begin reasoning.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class AnswerReader:
         self._calls = calls
         self._shows_reasoning = shows_reasoning
         self.reasoning_tokens = 0
+        self.undecided_tokens = 0
 
     @property
     def num_calls(self) -> int:
@@ -115,7 +117,12 @@ class AnswerReader:
         for piece in pieces:
             before = splitter.reasoning
             parts += splitter.push(piece.text)
-            self.reasoning_tokens += before or splitter.reasoning
+            self.undecided_tokens += 1
+            if before or splitter.reasoning:
+                self.reasoning_tokens += self.undecided_tokens
+            elif splitter.undecided:
+                continue
+            self.undecided_tokens = 0
         return self._read(parts + splitter.push(rest))
 
     def end(self) -> list[AnswerPart]:

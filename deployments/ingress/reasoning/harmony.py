@@ -58,6 +58,11 @@ class HarmonyReader:
         is_analysis = self._state == self._body and self._add == self._add_reasoning
         return is_analysis and not self._joins_reasoning
 
+    @property
+    def undecided(self) -> bool:
+        """Whether the text so far may begin the header of reasoning."""
+        return self._state == self._header
+
     def push(self, text: str) -> list[AnswerPart]:
         """Add text; returns the parts that are certain now."""
         self._buffer += text

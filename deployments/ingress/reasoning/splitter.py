@@ -43,6 +43,11 @@ class Splitter:
         """Whether the answer is in its reasoning."""
         return self._state == self._reasoning or (self._open and self._state == self._start)
 
+    @property
+    def undecided(self) -> bool:
+        """Whether the text so far may begin the opening mark of reasoning."""
+        return self._state == self._start
+
     def push(self, text: str) -> list[AnswerPart]:
         """Add text; returns the parts that are certain now."""
         self._buffer += text

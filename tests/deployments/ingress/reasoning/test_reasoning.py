@@ -304,6 +304,30 @@ def test_logprobs_belong_to_the_text_of_responses(
     assert "".join(one.token for one in part.logprobs or ()).strip() == "Paris.</s>"
 
 
+def test_headers_of_reasoning_belong_to_it(
+    http: httpx.Client, client: openai.OpenAI, server: Server, tmp_path: Path
+) -> None:
+    driver = serve(server, tmp_path, CHANNELS, [*FORMATS[ReasoningParser.HARMONY].markers])
+    thought = "<|channel|>analysis<|message|>Hm.<|end|>"
+    header = "<|start|>assistant<|channel|>final<|message|>"
+    driver.replies[None] = thought + header + "Paris."
+    length = len(driver.tokenizer.encode(thought, add_special_tokens=False).ids)
+    assert both(http) == {"content": "Paris.", "reasoning": "Hm.", "tokens": length}
+    logprobs: Any = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
+    reply = client.responses.create(model="tiny", input="hello", **logprobs)
+    assert [item.type for item in reply.output] == ["reasoning", "message"]
+    message = reply.output[1]
+    assert message.type == "message"
+    part = message.content[0]
+    assert part.type == "output_text"
+    assert "".join(one.token for one in part.logprobs or ()).startswith(header + "Paris.")
+    driver.replies[None] = ""
+    [message] = client.responses.create(model="tiny", input="hello", **logprobs).output
+    assert message.type == "message"
+    assert message.content[0].type == "output_text"
+    assert len(message.content[0].logprobs or ()) == 1
+
+
 def test_anthropics_messages_have_blocks_of_thinking(
     http: httpx.Client, thinking: FakeDriver
 ) -> None:
