@@ -1,5 +1,6 @@
 """Messages and their events. A whole reply is made from the events of a stream."""
 
+import re
 import secrets
 from collections.abc import Sequence
 from typing import Any
@@ -24,6 +25,11 @@ from deployments.ingress.tools.parsers import ArgumentsDelta, CallStart
 
 _encode = msgspec.json.Encoder().encode
 
+# An escape that stays (a pair of surrogates is one), as group, or half a pair, which UTF-8 lacks.
+_ESCAPE = re.compile(
+    r"(\\(?:[^u]|u(?![dD][89a-fA-F])|u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}))"
+    r"|\\u[dD][89a-fA-F][0-9a-fA-F]{2}"
+)
 # Clients need a signature to send a block of thinking back; nothing checks it here.
 _SIGNATURE = "unsigned"
 
@@ -197,6 +203,7 @@ def _usage(num_prompt: int, num_cached: int, num_generated: int) -> MessageUsage
 
 def _input(arguments: str) -> dict[str, Any]:
     """The value of a call's arguments, as far as they were written."""
+    arguments = _ESCAPE.sub(lambda escape: escape[1] or r"\ufffd", arguments)
     try:
         found = from_json(arguments, allow_partial="trailing-strings")
     except ValueError:

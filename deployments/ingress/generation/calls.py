@@ -108,7 +108,7 @@ class EngineCall:
         self._inbox.fail(error)
 
     def finish(self, index: int, at: int) -> None:
-        """Report to the driver that a stop string ended a sequence after `at` tokens."""
+        """Report to the driver that its text ended a sequence after `at` tokens."""
         self._stops[index] = at
         # A task, as the reader must not wait for it. Stored: asyncio has only weak references.
         task = asyncio.create_task(self._finish(index, at))
@@ -182,7 +182,9 @@ def _event(
         if update.ending is None:
             # The driver does not see text, so the sequence still runs there.
             call.finish(update.index, detokenizer.num_tokens)
-        return Event(update.index, pieces, "", FinishReason.STOP_STRING, detokenizer.stop)
+        stop = detokenizer.stop
+        reason = FinishReason.STOP_TOKEN if stop is None else FinishReason.STOP_STRING
+        return Event(update.index, pieces, "", reason, stop)
     if update.ending is None:
         return Event(update.index, pieces, "", None) if pieces else None
     reason = _reason(update.ending)

@@ -34,7 +34,7 @@ from deployments.ingress.generation.frames import RequestInboxes
 from deployments.ingress.generation.loads import EngineLoads
 from deployments.ingress.http.errors import ERROR_SHAPES, RequestError
 from deployments.ingress.structured.constraints import Compiler
-from deployments.ingress.text.detokenizer_state import DetokenizerState
+from deployments.ingress.text.detokenizer_state import DetokenizerState, EndCheck
 from deployments.ingress.text.stops import StopStrings
 from deployments.ingress.text.tokenizer import ModelTokenizer
 from deployments.observability.lorax_metrics import RequestMetrics
@@ -112,6 +112,7 @@ class GenerationJob:
     visible_special_tokens: ids of special tokens whose text is part of the answer.
     visible_stop_ids: tokens that end the answer and have a text nevertheless.
     detokenize: false: the answer has no text.
+    end_check: makes a check for one sequence that may end its text; None if only stops do.
     cache_salt: of the request, "" without one.
     started: when it arrived, in seconds of a monotonic clock.
     """
@@ -125,8 +126,14 @@ class GenerationJob:
     visible_special_tokens: frozenset[int] = frozenset()
     visible_stop_ids: frozenset[int] = frozenset()
     detokenize: bool = True
+    end_check: Callable[[], EndCheck] | None = None
     cache_salt: str = ""
     started: float = field(default_factory=time.monotonic)
+
+    @property
+    def ends_by_text(self) -> bool:
+        """Whether the text may end a sequence, which the driver does not see."""
+        return bool(self.stops) or self.end_check is not None
 
     def detokenizers(self, text: ModelTokenizer) -> list[DetokenizerState]:
         """A detokenizer for each sequence."""
@@ -138,8 +145,9 @@ class GenerationJob:
         return DetokenizerState(
             text.stream(silent, self.visible_special_tokens, mute=not self.detokenize),
             StopStrings(self.stops, self.keep_stops, hidden.values()),
-            per_token=self.per_token or bool(self.stops),
+            per_token=self.per_token or self.ends_by_text,
             hidden=hidden,
+            end_check=self.end_check() if self.end_check is not None else None,
         )
 
 
@@ -207,8 +215,8 @@ class EngineClient:
         """A call of the driver, not started yet; frames: tokens are read as they come."""
         if self._ended is not None:
             raise self._ended()
-        # A whole reply needs frames only to find a stop string before the last token.
-        frames = frames or bool(job.stops)
+        # A whole reply needs frames only to find where its text ends before the last token.
+        frames = frames or job.ends_by_text
         call = EngineCall(self._driver, self._inboxes, self._reply_to(), job.request, frames)
         self._calls.add(call)
         return call

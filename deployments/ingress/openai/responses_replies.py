@@ -74,6 +74,7 @@ class ResponseWriter:
         self._reason = FinishReason.LENGTH
         self._item: dict[str, Any] | None = None
         self._events: list[bytes] = []
+        self._logprobs: list[Any] = []  # Of tokens that are not known to be text or reasoning.
 
     def opening(self, num_choices: int) -> bytes:
         """The events before any token; a response has one choice."""
@@ -90,7 +91,10 @@ class ResponseWriter:
             for piece in event.pieces:
                 self._write_token(piece, self._tokenizer)
         rest = self._reader.push((), event.rest)
-        self._write_parts(rest + (self._reader.end() if event.reason is not None else []), [])
+        if event.reason is not None:
+            self._write_parts(rest + self._reader.end(), self._logprobs)
+        else:
+            self._write_parts(rest, [])
         return self._take_events()
 
     def closing(self, usage: UsageReply) -> bytes:
@@ -99,7 +103,9 @@ class ResponseWriter:
             self._open_item(_message())
         cut_off = self._reason is FinishReason.LENGTH
         status = "incomplete" if cut_off else "completed"
-        self._close_item(status)
+        # A stop string completes the response, but not the call that it cuts off.
+        in_call = self._reason is FinishReason.STOP_STRING and self._reader.cut_off
+        self._close_item("incomplete" if in_call else status)
         details = {"reason": "max_output_tokens"} if cut_off else None
         counts = response_usage(usage, self._reader.reasoning_tokens)
         self._response |= {"status": status, "incomplete_details": details, "usage": counts}
@@ -127,8 +133,12 @@ class ResponseWriter:
         """Write a token and its logprobs; reasoning has none."""
         num_before = self._reader.reasoning_tokens
         parts = self._reader.push([piece])
-        found: list[Any] = [*chat_logprobs([piece], tokenizer)["content"]]
-        self._write_parts(parts, found if self._reader.reasoning_tokens == num_before else [])
+        self._logprobs += chat_logprobs([piece], tokenizer)["content"]
+        if self._reader.undecided_tokens:
+            self._write_parts(parts, [])
+            return
+        known, self._logprobs = self._logprobs, []
+        self._write_parts(parts, known if self._reader.reasoning_tokens == num_before else [])
 
     def _write_parts(self, parts: Sequence[AnswerPart], logprobs: list[Any]) -> None:
         # Each token's logprobs are sent once, with the first part; without parts, with empty text.

@@ -52,7 +52,7 @@ class PartsChatWriter(ChatWriter):
             chunks += self._chunk(event.sequence, delta, pieces)
             pieces = ()  # Each token is listed once.
         if event.reason is not None:
-            reason = b'"%s"' % self._reason(event.reason, reader.num_calls).encode()
+            reason = b'"%s"' % self._reason(event.reason, reader).encode()
             chunks += self._chunk(event.sequence, self._last_delta(), (), reason)
         return chunks
 
@@ -95,7 +95,7 @@ class PartsChatWriter(ChatWriter):
                 }
                 for at, function in enumerate(functions)
             ]
-        written["finish_reason"] = self._reason(choice.reason, len(functions))
+        written["finish_reason"] = self._reason(choice.reason, reader)
         return written
 
     def _part(self, part: AnswerPart) -> bytes:
@@ -117,10 +117,12 @@ class PartsChatWriter(ChatWriter):
         written = {"function_call": call} if self._legacy else {"tool_calls": [call]}
         return b'"delta":' + _encode(written)
 
-    def _reason(self, reason: FinishReason, num_calls: int) -> Reason:
+    def _reason(self, reason: FinishReason, reader: AnswerReader) -> Reason:
         if reason is FinishReason.LENGTH:
             return "length"
-        if not num_calls:
+        # A call that a stop string cut off must not be made.
+        cut_off = reason is FinishReason.STOP_STRING and reader.cut_off
+        if cut_off or not reader.num_calls:
             return "stop"
         return "function_call" if self._legacy else "tool_calls"
 

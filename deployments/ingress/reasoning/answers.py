@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from deployments.ingress.reasoning.formats import ReasoningFormat, Start
 from deployments.ingress.reasoning.harmony import HarmonyReader
 from deployments.ingress.reasoning.splitter import AnswerPart, ReasoningDelta, Splitter
-from deployments.ingress.text.detokenizer_state import TextPiece
+from deployments.ingress.text.detokenizer_state import EndCheck, TextPiece
 from deployments.ingress.tools.parsers import CallReader, CallStart, TextDelta
 from deployments.ingress.tools.tooling import ToolFormat
 
@@ -30,6 +30,22 @@ class AnswerFormat:
     def plain(self) -> bool:
         """Whether answers are text and nothing else."""
         return self.tooling is None and self.reasoning is None
+
+    @property
+    def ends_with_call(self) -> bool:
+        """Whether an answer ends with its first call, and no grammar ends it there."""
+        toolbox = self.tooling.toolbox if self.tooling is not None else None
+        return toolbox is not None and not (toolbox.parallel or toolbox.forced)
+
+    def end_check(self) -> EndCheck:
+        """A check that finds the token with which the first call of one answer is complete."""
+        reader = self.reader()
+
+        def is_complete(piece: TextPiece) -> bool:
+            reader.push([piece])
+            return reader.ended
+
+        return is_complete
 
     def call_id(self, call: CallStart, prefix: str = "call_") -> str:
         """The id of a call of an answer."""
@@ -58,6 +74,7 @@ class AnswerReader:
     """Reads one answer; `push` its text as it comes, then `end`.
 
     reasoning_tokens: tokens up to the end of the reasoning, its marks included.
+    undecided_tokens: the last tokens, if they may begin reasoning.
     """
 
     def __init__(
@@ -70,12 +87,23 @@ class AnswerReader:
         self._calls = calls
         self._shows_reasoning = shows_reasoning
         self.reasoning_tokens = 0
+        self.undecided_tokens = 0
 
     @property
     def num_calls(self) -> int:
         """Calls so far."""
         own = self._splitter.num_calls if self._splitter is not None else 0
         return own + (self._calls.num_calls if self._calls is not None else 0)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the only call that is wanted is complete."""
+        return any(one is not None and one.ended for one in (self._splitter, self._calls))
+
+    @property
+    def cut_off(self) -> bool:
+        """Whether the answer ended within a call."""
+        return any(one is not None and one.cut_off for one in (self._splitter, self._calls))
 
     def push(self, pieces: Sequence[TextPiece], rest: str = "") -> list[AnswerPart]:
         """Add the text of tokens, and text after them; returns the parts that are certain now.
@@ -89,7 +117,12 @@ class AnswerReader:
         for piece in pieces:
             before = splitter.reasoning
             parts += splitter.push(piece.text)
-            self.reasoning_tokens += before or splitter.reasoning
+            self.undecided_tokens += 1
+            if before or splitter.reasoning:
+                self.reasoning_tokens += self.undecided_tokens
+            elif splitter.undecided:
+                continue
+            self.undecided_tokens = 0
         return self._read(parts + splitter.push(rest))
 
     def end(self) -> list[AnswerPart]:

@@ -22,7 +22,10 @@ _MAX_HEADER = 1024
 
 
 class HarmonyReader:
-    """Reads one answer: analysis is reasoning, messages to functions are calls, others are text."""
+    """Reads one answer: analysis is reasoning, messages to functions are calls, others are text.
+
+    cut_off: whether it ended within the message of a call; so do calls that a stop token ends.
+    """
 
     def __init__(
         self, names: Sequence[str], parallel: bool, start: Start, joins_reasoning: bool = False
@@ -42,12 +45,23 @@ class HarmonyReader:
         self._buffer = ""
         self._parts: list[AnswerPart] = []
         self.num_calls = 0
+        self.cut_off = False
+
+    @property
+    def ended(self) -> bool:
+        """Whether the only call that is wanted is complete."""
+        return self.num_calls > 0 and not self._parallel and self._state == self._header
 
     @property
     def reasoning(self) -> bool:
         """Whether the answer is in its reasoning."""
         is_analysis = self._state == self._body and self._add == self._add_reasoning
         return is_analysis and not self._joins_reasoning
+
+    @property
+    def undecided(self) -> bool:
+        """Whether the text so far may begin the header of reasoning."""
+        return self._state == self._header
 
     def push(self, text: str) -> list[AnswerPart]:
         """Add text; returns the parts that are certain now."""
@@ -59,6 +73,7 @@ class HarmonyReader:
 
     def end(self) -> list[AnswerPart]:
         """The remaining parts. No text may follow."""
+        self.cut_off = self._state == self._body and self._add == self._add_arguments
         # A header that is cut off has no text for the client.
         if self._state == self._body or not self._buffer.lstrip().startswith("<|"):
             self._add(self._buffer)

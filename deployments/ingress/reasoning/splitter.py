@@ -27,6 +27,7 @@ class Splitter:
     """
 
     num_calls = 0
+    ended = cut_off = False
 
     def __init__(self, format: ReasoningFormat, start: Start) -> None:
         self._format = format
@@ -41,6 +42,11 @@ class Splitter:
     def reasoning(self) -> bool:
         """Whether the answer is in its reasoning."""
         return self._state == self._reasoning or (self._open and self._state == self._start)
+
+    @property
+    def undecided(self) -> bool:
+        """Whether the text so far may begin the opening mark of reasoning."""
+        return self._state == self._start
 
     def push(self, text: str) -> list[AnswerPart]:
         """Add text; returns the parts that are certain now."""

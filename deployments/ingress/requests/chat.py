@@ -63,9 +63,18 @@ async def chat(
     answers = AnswerFormat(tool_format, shows_reasoning=body.include_reasoning is not False)
     chat_job = ChatJob(_showing(job, marker_ids), answers)
     reasoning = reasoning_format(engine.settings.reasoning_parser, template)
-    if reasoning is None or body.separate_reasoning is False or not job.detokenize:
+    if reasoning is not None and body.separate_reasoning is not False and job.detokenize:
+        start = _start(body, reasoning, rendered)
+        chat_job = await _split(chat_job, reasoning, start, served)
+    return _ending(chat_job)
+
+
+def _ending(chat_job: ChatJob) -> ChatJob:
+    """The chat's job, which ends with the first call if there may be no other."""
+    job, answers = chat_job
+    if not answers.ends_with_call:
         return chat_job
-    return await _split(chat_job, reasoning, _start(body, reasoning, rendered), served)
+    return ChatJob(replace(job, end_check=answers.end_check), answers)
 
 
 async def _split(
@@ -73,7 +82,8 @@ async def _split(
 ) -> ChatJob:
     """The chat's job with its answers' reasoning split off; a constraint begins after it."""
     job, answers = chat_job
-    if any(sequence.sampling.constraint for sequence in job.request.sequences):
+    constrains_all = answers.tooling is not None and answers.tooling.constrains_all
+    if job.request.sequences[0].sampling.constraint and not constrains_all:
         free = await free_part(reasoning, start, served.tokenizer, served.info.vocab_size)
         if free is None:
             return chat_job  # The constraint begins at once, so there is no reasoning.

@@ -1,6 +1,6 @@
 """The state of one sequence between its tokens and the text that the client sees."""
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import NamedTuple
 
 from configs.wire.plan import TokenLogprobs
@@ -22,8 +22,12 @@ class TextPiece(NamedTuple):
     skipped: bool = False
 
 
+EndCheck = Callable[[TextPiece], bool]
+"""Gets each piece of one sequence; whether the text ends with it."""
+
+
 class DetokenizerState:
-    """Decodes the tokens of one sequence and ends its text at a stop string.
+    """Decodes the tokens of one sequence and ends its text at a stop string or where a check says.
 
     num_tokens: tokens so far, up to the last one of the stop string.
     """
@@ -34,8 +38,10 @@ class DetokenizerState:
         stops: StopStrings,
         per_token: bool,
         hidden: Mapping[int, str] | None = None,
+        end_check: EndCheck | None = None,
     ) -> None:
-        """per_token: make a piece of each token, which stop strings need; else of each batch.
+        """per_token: make a piece of each token, which stop strings and `end_check` need; else of
+        each batch.
 
         hidden: contents of special tokens, which are searched for stop strings but not returned.
         """
@@ -43,12 +49,14 @@ class DetokenizerState:
         self._stops = stops
         self._per_token = per_token
         self._hidden = hidden or {}
+        self._end_check = end_check
+        self._ended = False
         self.num_tokens = 0
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string has ended the text; later tokens are discarded."""
-        return self._stops.matched
+        """Whether the text has ended before its sequence; later tokens are discarded."""
+        return self._ended or self._stops.matched
 
     @property
     def stop(self) -> str | None:
@@ -74,7 +82,8 @@ class DetokenizerState:
             is_skipped = self.num_tokens in skipped
             piece = self._piece((token,), logprobs[index] if logprobs else None)
             pieces.append(piece._replace(skipped=True) if is_skipped else piece)
-            if self._stops.matched:
+            self._ended = self._end_check is not None and self._end_check(piece)
+            if self.stopped:
                 break
         return pieces
 

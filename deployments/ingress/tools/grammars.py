@@ -13,6 +13,8 @@ from deployments.ingress.tools.schema import Function, Toolbox
 
 # Else a model could write calls forever.
 _MAX_CALLS = 16
+# Messages before required calls in channels: reasoning, and what the model says of it.
+_MAX_MESSAGES = 8
 # A schema with one of these decides itself about further fields.
 _OPEN = frozenset({"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"})
 _TEXT = r"TEXT: /(.|\n)*/"
@@ -33,7 +35,10 @@ def calls_constraint(
     if not (toolbox.forced or answer or strict):
         return UNCONSTRAINED
     rules = _Rules(toolbox, format, ids)
-    grammar = rules.forced() if toolbox.forced else rules.free(answer)
+    if toolbox.forced:
+        grammar = rules.channels() if format.channels else rules.forced()
+    else:
+        grammar = rules.free(answer)
     return Constraint(toolbox.param, grammar=grammar, trusted=True)
 
 
@@ -48,6 +53,26 @@ class _Rules:
     def forced(self) -> str:
         """A grammar of one list of calls."""
         return _grammar("start: list", self._list(), *self._objects(", "))
+
+    def channels(self) -> str:
+        """A grammar of messages in channels, the last of them calls."""
+        channel, message = self._marker("<|channel|>"), self._marker("<|message|>")
+        more = f" (next call){{0,{_MAX_CALLS - 1}}}" if self._toolbox.parallel else ""
+        calls = [
+            f"call{index}: ({channel} {lark_string('commentary' + to)}"
+            f" | {lark_string(to)} {channel} {lark_string('commentary')}) json args{index}"
+            for index, function in enumerate(self._toolbox.callable)
+            for to in [f" to=functions.{function.name}"]
+        ]
+        return _grammar(
+            f"start: lead{{0,{_MAX_MESSAGES}}} call{more}",
+            f"lead: {channel} KIND {message} TEXT next",
+            # No message in `final`: behind it a model ends, and would not call.
+            'KIND: "analysis" | "commentary"',
+            f'next: {self._marker("<|end|>")} {self._marker("<|start|>")} "assistant"',
+            f'json: (/ ?/ {self._marker("<|constrain|>")}? /( ?json)?/) {message}',
+            self._kinds(), *calls, _TEXT, *self._arguments_rules(),
+        )  # fmt: skip
 
     def free(self, answer: str) -> str:
         """A grammar of calls in the model's own format, or an answer."""
@@ -107,14 +132,22 @@ class _Rules:
         for index, function in enumerate(self._toolbox.callable):
             head = f'{{"name": {json.dumps(function.name)}, "{self._format.key}": '
             rules.append(f'call{index}: {lark_string(head)} args{index} "}}"')
-            rules.append(f"args{index}: %json {schema_text(self._arguments(function))}")
-        return rules
+        return rules + self._arguments_rules()
+
+    def _arguments_rules(self) -> list[str]:
+        return [
+            f"args{index}: %json {schema_text(self._arguments(function))}"
+            for index, function in enumerate(self._toolbox.callable)
+        ]
 
     def _calls(self, separator: str) -> str:
         more = _MAX_CALLS - 1 if self._toolbox.parallel else 0
         again = f" ({lark_string(separator)} call){{0,{more}}}" if more else ""
+        return f"calls: call{again}\n{self._kinds()}"
+
+    def _kinds(self) -> str:
         kinds = " | ".join(f"call{index}" for index in range(len(self._toolbox.callable)))
-        return f"calls: call{again}\ncall: {kinds}"
+        return f"call: {kinds}"
 
     def _arguments(self, function: Function) -> Mapping[str, Any]:
         """The schema of a function's arguments."""

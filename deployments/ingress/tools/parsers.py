@@ -57,7 +57,10 @@ Schemas = Mapping[str, Mapping[str, Any]]
 
 
 class CallReader:
-    """Reads one answer; `push` its text as it comes, then `end`."""
+    """Reads one answer; `push` its text as it comes, then `end`.
+
+    cut_off: whether it ended within the arguments of a call.
+    """
 
     def __init__(
         self, format: CallFormat, names: Sequence[str], parallel: bool, schemas: Schemas = _NONE
@@ -86,6 +89,13 @@ class CallReader:
         self._called, self._head_end = "", 0  # Of a Python call.
         self._parts: list[Part] = []
         self.num_calls = 0
+        self.cut_off = False
+
+    @property
+    def ended(self) -> bool:
+        """Whether the only call that is wanted is complete; what follows is not read."""
+        called = self.num_calls > 0 and not self._parallel
+        return called and self._state in (self._between, self._ignore_rest)
 
     def push(self, text: str) -> list[Part]:
         """Add text; returns the parts that are certain now."""
@@ -98,6 +108,7 @@ class CallReader:
     def end(self) -> list[Part]:
         """The remaining parts. No text may follow."""
         rest = self._opener + self._buffer
+        self.cut_off = self._state == self._arguments
         calling = self._state in (self._arguments, self._closing, self._fields, self._between)
         cut_off = self.num_calls > 0 and (self._opener in (",", ";") or not rest.strip())
         if not (calling or cut_off):

@@ -37,7 +37,8 @@ Messages = Sequence[Mapping[str, Any]]
 class ToolFormat:
     """The tools of one request, and the format of their calls.
 
-    parser: the format of the template, whose ids calls get; required calls have another `format`.
+    parser: the format of the template, whose ids calls get; required calls have another `format`
+        unless they are messages in channels.
     past_calls: calls in the conversation so far.
     """
 
@@ -45,6 +46,11 @@ class ToolFormat:
     format: CallFormat
     parser: ToolParser = ToolParser.HERMES
     past_calls: int = 0
+
+    @property
+    def constrains_all(self) -> bool:
+        """Whether the grammar of the calls describes the reasoning before them too."""
+        return self.toolbox.forced and self.format.channels
 
     def reader(self) -> CallReader:
         """A reader for one answer."""
@@ -83,9 +89,9 @@ def tooling(
     if toolbox is None:
         return None
     written = _parser(template, parser)
-    if toolbox.forced:
-        return ToolFormat(toolbox, FORCED, written, past_calls)
     format = FORMATS[written]
+    if toolbox.forced:
+        return ToolFormat(toolbox, format if format.channels else FORCED, written, past_calls)
     strict = any(function.strict for function in toolbox.callable)
     if format.constrained or not (strict or constrained):
         return ToolFormat(toolbox, format, written, past_calls)

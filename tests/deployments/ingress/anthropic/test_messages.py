@@ -147,6 +147,26 @@ def test_a_call_that_is_cut_off_has_what_was_written(
     assert (block["type"], block["input"]) == ("tool_use", {"town": "Paris"})
 
 
+def test_half_a_pair_of_surrogates_spoils_no_arguments(
+    http: httpx.Client, driver: FakeDriver
+) -> None:
+    written = r'{"town": "\ud83d \ude00\ud83d\ude00 \\ud83d \u00e9", "days": 1}'
+    driver.replies[None] = (
+        f'<tool_call>{{"name": "get_weather", "arguments": {written}}}</tool_call>'
+    )
+    [block] = post(http, tools=TOOLS, max_tokens=500)["content"]
+    assert block["input"] == {"town": "\ufffd \ufffd\U0001f600 \\ud83d \u00e9", "days": 1}
+
+
+def test_an_answer_ends_with_the_only_tool_use(http: httpx.Client, driver: FakeDriver) -> None:
+    driver.replies[None] = TWO + " and more" * 9
+    choice = {"type": "auto", "disable_parallel_tool_use": True}
+    message = both(http, tools=TOOLS, tool_choice=choice, max_tokens=500, stop_sequences=["Rome"])
+    assert [block["type"] for block in message["content"]] == ["text", "tool_use"]
+    assert (message["stop_reason"], message["stop_sequence"]) == ("tool_use", None)
+    assert driver.finishes
+
+
 @pytest.mark.parametrize(
     ("choice", "openai"),
     [

@@ -124,6 +124,9 @@ def test_calls(http: httpx.Client, driver: FakeDriver) -> None:
     assert (called["type"], called["name"]) == ("function_call", "get_weather")
     assert json.loads(called["arguments"]) == {"town": "Paris"}
     assert called["call_id"] != called["id"]
+    assert called["status"] == "completed"
+    cut = both(http, input="hello", tools=TOOLS, stop=["Par"])
+    assert (cut["status"], cut["output"][-1]["status"]) == ("completed", "incomplete")
     assert got["tools"] == TOOLS
     driver.replies[None] = json.dumps([CALL])
     for choice in ("required", {"type": "function", "name": "get_weather"},

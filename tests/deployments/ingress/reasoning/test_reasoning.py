@@ -16,6 +16,7 @@ from deployments.ingress.generation.engine import IngressSettings
 from deployments.ingress.reasoning.formats import FORMATS
 from tests.deployments.ingress.conftest import Server
 from tests.deployments.ingress.openai.openai_http import CHAT, HELLO, post, refused, stream
+from tests.deployments.ingress.tools.tool_chats import allowed
 from tests.fakes import FakeDriver, token_id, write_tokenizer
 
 TEMPLATE = (
@@ -26,6 +27,9 @@ TEMPLATE = (
     "{% elif opens %}<think>{% endif %}{% endif %}"
 )
 GRADED = "<think>{{ reasoning_effort }}" + TEMPLATE
+CHANNELS = (
+    "{{ tools }}{{ messages[0].content }}<|start|>assistant{# <|channel|>analysis<|message|> #}"
+)
 REPLY = "<think>\nA capital.\n</think>\n\nParis."
 TALK = {"content": "Paris.", "reasoning": "A capital."}
 
@@ -197,11 +201,7 @@ def test_a_mark_of_a_token_and_a_word(http: httpx.Client, server: Server, tmp_pa
 def test_channels_are_read_and_constrained(
     http: httpx.Client, server: Server, tmp_path: Path
 ) -> None:
-    marks = [*FORMATS[ReasoningParser.HARMONY].markers]
-    template = (
-        "{{ tools }}{{ messages[0].content }}<|start|>assistant{# <|channel|>analysis<|message|> #}"
-    )
-    driver = serve(server, tmp_path, template, marks)
+    driver = serve(server, tmp_path, CHANNELS, [*FORMATS[ReasoningParser.HARMONY].markers])
     driver.replies[None] = (
         "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>{}"
     )
@@ -212,6 +212,42 @@ def test_channels_are_read_and_constrained(
     assert (sampling.free_from, list(sampling.free_until)) == (-1, final)
     tools = [{"type": "function", "function": {"name": "f", "strict": True}}]
     assert refused(http, CHAT, 400, messages=HELLO, tools=tools)["param"] == "tool_choice"
+
+
+@pytest.mark.parametrize("name", ["f", "g"])
+def test_required_calls_are_messages_in_channels(
+    http: httpx.Client, server: Server, tmp_path: Path, name: str
+) -> None:
+    driver = serve(server, tmp_path, CHANNELS, [*FORMATS[ReasoningParser.HARMONY].markers])
+    named = {"type": "function", "function": {"name": name}}
+    functions = [{"name": one, "parameters": {"properties": {key: {"type": "integer"}}}}
+                 for one, key in (("f", "a"), ("g", "b"))]  # fmt: skip
+    body = {"tools": [{"type": "function", "function": one} for one in functions]}
+    before = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    call = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>" + '{"a": 1}'
+    other = '<|end|><|start|>assistant to=functions.g<|channel|>commentary json<|message|>{"b": 1}'
+    driver.replies[None] = before + call + other
+    got = both(http, **body, tool_choice="required")
+    assert (got["reasoning"], got["content"]) == ("Hm.", "")
+    [choice] = post(http, CHAT, messages=HELLO, **body, tool_choice="required")["choices"]
+    calls = [called["function"] for called in choice["message"]["tool_calls"]]
+    assert calls == [{"name": "f", "arguments": '{"a": 1}'}, {"name": "g", "arguments": '{"b": 1}'}]
+    assert choice["finish_reason"] == "tool_calls"
+    assert driver.requests[-1].sequences[0].sampling.free_until == ()
+    for answer in (before + call, call, before + call + other, call + other):
+        assert allowed(driver, answer)
+    final = "<|channel|>final<|message|>"
+    early = final + "Hm.<|end|><|start|>assistant"
+    for answer in (
+        before + final + "{}",
+        early + call,
+        "{}",
+        call.replace("a", "c"),
+        before + before + "Hm.",
+    ):
+        assert not allowed(driver, answer)
+    post(http, CHAT, messages=HELLO, **body, tool_choice=named)
+    assert [allowed(driver, answer) for answer in (call, call + other)] == [name == "f", False]
 
 
 def test_continued_reasoning_and_text(http: httpx.Client, thinking: FakeDriver) -> None:
@@ -266,6 +302,30 @@ def test_logprobs_belong_to_the_text_of_responses(
     part = message.content[0]
     assert part.type == "output_text"
     assert "".join(one.token for one in part.logprobs or ()).strip() == "Paris.</s>"
+
+
+def test_headers_of_reasoning_belong_to_it(
+    http: httpx.Client, client: openai.OpenAI, server: Server, tmp_path: Path
+) -> None:
+    driver = serve(server, tmp_path, CHANNELS, [*FORMATS[ReasoningParser.HARMONY].markers])
+    thought = "<|channel|>analysis<|message|>Hm.<|end|>"
+    header = "<|start|>assistant<|channel|>final<|message|>"
+    driver.replies[None] = thought + header + "Paris."
+    length = len(driver.tokenizer.encode(thought, add_special_tokens=False).ids)
+    assert both(http) == {"content": "Paris.", "reasoning": "Hm.", "tokens": length}
+    logprobs: Any = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
+    reply = client.responses.create(model="tiny", input="hello", **logprobs)
+    assert [item.type for item in reply.output] == ["reasoning", "message"]
+    message = reply.output[1]
+    assert message.type == "message"
+    part = message.content[0]
+    assert part.type == "output_text"
+    assert "".join(one.token for one in part.logprobs or ()).startswith(header + "Paris.")
+    driver.replies[None] = ""
+    [message] = client.responses.create(model="tiny", input="hello", **logprobs).output
+    assert message.type == "message"
+    assert message.content[0].type == "output_text"
+    assert len(message.content[0].logprobs or ()) == 1
 
 
 def test_anthropics_messages_have_blocks_of_thinking(

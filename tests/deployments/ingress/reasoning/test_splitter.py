@@ -103,6 +103,21 @@ def test_channels(text: str, reasoning: str, shown: str, calls: list[str]) -> No
     assert len(read(HarmonyReader(["f"], False, Start.EITHER), text).calls) == min(1, len(calls))
 
 
+def test_where_calls_in_channels_end() -> None:
+    open_call = CALL[: CALL.index("<|message|>") + 12]
+    for parallel in (True, False):
+        reader = HarmonyReader(["f"], parallel, Start.EITHER)
+        reader.push(open_call)
+        assert not reader.ended
+        reader.push("<|end|>")
+        assert reader.ended is not parallel
+        read(reader, "")
+        assert not reader.cut_off
+        cut = HarmonyReader(["f"], parallel, Start.EITHER)
+        read(cut, open_call)
+        assert cut.cut_off
+
+
 @pytest.mark.parametrize("start", Start)
 def test_channels_without_reasoning(start: Start) -> None:
     reader = HarmonyReader([], True, start, joins_reasoning=True)

@@ -39,6 +39,34 @@ def test_calls_come_back(http: httpx.Client, driver: FakeDriver) -> None:
     assert len(both(http, tools=TOOLS, parallel_tool_calls=False)["calls"]) == 1
 
 
+@pytest.mark.parametrize("more", ["", TWO.removeprefix(HERMES)])
+def test_an_answer_ends_with_the_only_call_that_it_may_have(
+    http: httpx.Client, driver: FakeDriver, more: str
+) -> None:
+    driver.replies[None] = HERMES + more + " and more" * 9
+    body = {"tools": TOOLS, "parallel_tool_calls": False}
+    got = both(http, **body)
+    assert (got["content"], got["reason"]) == ("Let me see.", "tool_calls")
+    assert [call["name"] for call in got["calls"]] == ["get_weather"]
+    text = HERMES.removesuffix("\n</tool_call>")
+    length = len(driver.tokenizer.encode(text, add_special_tokens=False).ids)
+    driver.finishes.clear()
+    sent = post(http, CHAT, messages=HELLO, n=2, logprobs=True, **body)
+    assert sent["usage"]["completion_tokens"] == 2 * length
+    assert [len(one["logprobs"]["content"]) for one in sent["choices"]] == [length] * 2
+    assert sorted(driver.finishes) == [(0, length), (1, length)]
+
+
+@pytest.mark.parametrize(("stop", "reason"), [("Par", "stop"), ("</tool_call>", "tool_calls")])
+def test_a_call_that_a_stop_string_cuts_off_is_none(
+    http: httpx.Client, driver: FakeDriver, stop: str, reason: str
+) -> None:
+    driver.replies[None] = HERMES
+    got = both(http, tools=TOOLS, stop=stop)
+    assert got["reason"] == reason
+    assert [call["name"] for call in got["calls"]] == ["get_weather"]
+
+
 def test_arguments_are_streamed(http: httpx.Client, driver: FakeDriver) -> None:
     driver.replies[None] = HERMES
     chunks = stream(http, CHAT, messages=HELLO, tools=TOOLS)
