@@ -59,11 +59,8 @@ LONG, LONGEST = 8192, 16384
 def rows_cut(rows: int, groups: OperandGroups, inputs: int, outputs: int) -> RowsCut | None:
     """Return how a product of so many tokens is cut; None where `integer_tile` computes it.
 
-    That is faster from nine tokens on where no zero points cost it a sum of x; codes that stand for
-    other numbers were not compared here.
+    That is faster from nine tokens on where no zero points cost it a sum of x.
     """
-    if groups.table is not None:
-        return None
     if groups.zeros is not None:
         return next((cut for cut in CUTS if rows <= cut.rows), None)
     if rows > CUTS[0].rows:
@@ -90,21 +87,12 @@ def rows_options(
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _numbers(
-    words: "Any", middle: "Any", table: "Any", factors: "Any",
-    PLACE: gl.constexpr, ASM: gl.constexpr, HAS_TABLE: gl.constexpr,
+    words: "Any", middle: "Any", ASM: gl.constexpr
 ) -> "Any":
-    """Codes at one place of the words, less `middle`, in middle's type.
-
-    HAS_TABLE: what they stand for, by the factor of each row.
-    """
-    if HAS_TABLE:
-        found = gl.load(table + ((words.to(gl.int32) >> (4 * PLACE)) & 15))
-        numbers = (found * gl.expand_dims(factors.to(gl.float32), 2)).to(middle.dtype)
-    else:
-        numbers = gl.inline_asm_elementwise(
-            ASM, "=r,r,r", [words, middle], dtype=middle.dtype, is_pure=True, pack=2
-        )
-    return numbers
+    """Codes at one place of the words, less `middle`, in middle's type."""
+    return gl.inline_asm_elementwise(
+        ASM, "=r,r,r", [words, middle], dtype=middle.dtype, is_pure=True, pack=2
+    )
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
@@ -131,9 +119,8 @@ def _shared(
 @gluon.jit  # type: ignore[untyped-decorator]
 def _turn(
     acc: "Any", words: "Any", factors: "Any", zeros: "Any", x_rows: "Any", live: "Any",
-    table: "Any",
     CHUNK: gl.constexpr, TURN: gl.constexpr, MIDDLE: gl.constexpr, RAISED: gl.constexpr,
-    HAS_ZEROS: gl.constexpr, HAS_TABLE: gl.constexpr, LAYOUT: gl.constexpr, OF_W: gl.constexpr,
+    HAS_ZEROS: gl.constexpr, LAYOUT: gl.constexpr, OF_W: gl.constexpr,
     ASM0: gl.constexpr, ASM1: gl.constexpr, ASM2: gl.constexpr, ASM3: gl.constexpr,
 ) -> "Any":
     """acc and the products of TURN chunks."""
@@ -151,16 +138,12 @@ def _turn(
             middle = gl.expand_dims(raised, 2).broadcast_to(own.shape)
         else:
             middle = gl.full(own.shape, RAISED + MIDDLE, x0.dtype, OF_W)
-        # A table's numbers have the factors in them.
-        part = acc if HAS_TABLE else gl.zeros(acc.shape, gl.float32, LAYOUT)
-        part = mma_v2(_numbers(own, middle, table, factors[each], 0, ASM0, HAS_TABLE), x0, part)
-        part = mma_v2(_numbers(own, middle, table, factors[each], 1, ASM1, HAS_TABLE), x1, part)
-        part = mma_v2(_numbers(own, middle, table, factors[each], 2, ASM2, HAS_TABLE), x2, part)
-        part = mma_v2(_numbers(own, middle, table, factors[each], 3, ASM3, HAS_TABLE), x3, part)
-        if HAS_TABLE:
-            acc = part
-        else:
-            acc += part * gl.expand_dims(factors[each].to(gl.float32), 2)
+        part = gl.zeros(acc.shape, gl.float32, LAYOUT)
+        part = mma_v2(_numbers(own, middle, ASM0), x0, part)
+        part = mma_v2(_numbers(own, middle, ASM1), x1, part)
+        part = mma_v2(_numbers(own, middle, ASM2), x2, part)
+        part = mma_v2(_numbers(own, middle, ASM3), x3, part)
+        acc += part * gl.expand_dims(factors[each].to(gl.float32), 2)
     return acc
 
 
@@ -207,11 +190,11 @@ def _store(
 @gluon.jit  # type: ignore[untyped-decorator]
 def row_tile(
     block: "Any", share: "Any", num_blocks: "Any",
-    x: "Any", codes: "Any", scales: "Any", zeros: "Any", table: "Any", bias: "Any",
+    x: "Any", codes: "Any", scales: "Any", zeros: "Any", bias: "Any",
     y: "Any", sums: "Any", arrived: "Any",
     num_rows: "Any", num_outputs: "Any", x_stride: "Any", y_stride: "Any",
     INPUTS: gl.constexpr, CHUNK: gl.constexpr, CHUNKS: gl.constexpr, MIDDLE: gl.constexpr,
-    HAS_ZEROS: gl.constexpr, HAS_TABLE: gl.constexpr, RAISED: gl.constexpr,
+    HAS_ZEROS: gl.constexpr, RAISED: gl.constexpr,
     ASM0: gl.constexpr, ASM1: gl.constexpr, ASM2: gl.constexpr, ASM3: gl.constexpr,
     ROWS: gl.constexpr, BLOCK_N: gl.constexpr, TURN: gl.constexpr, SHARES: gl.constexpr,
     HAS_BIAS: gl.constexpr, PDL: gl.constexpr,
@@ -239,15 +222,12 @@ def row_tile(
     inner = gl.expand_dims(row * WORDS, 2) + gl.expand_dims(gl.expand_dims(word, 0), 1)
     w_rows = codes + gl.expand_dims(part.to(gl.int64) * step, 2) + inner
     z_rows = zeros + row
-    of_scale = part
-    s_rows = scales + row
-    if not HAS_TABLE:
-        # Factors of the sums, not of the numbers.
-        of_sum = gl.arange(0, PARTS, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
-        out = gl.arange(0, BLOCK_N, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
-        out = gl.minimum(block * BLOCK_N + out, num_outputs - 1)
-        of_scale = gl.expand_dims(first + of_sum * PART, 1)
-        s_rows = scales + gl.expand_dims(out, 0)
+    # Factors of the sums, not of the numbers.
+    of_sum = gl.arange(0, PARTS, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
+    out = gl.arange(0, BLOCK_N, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
+    out = gl.minimum(block * BLOCK_N + out, num_outputs - 1)
+    of_scale = gl.expand_dims(first + of_sum * PART, 1)
+    s_rows = scales + gl.expand_dims(out, 0)
     words = _words(w_rows, step, TURN)
     factors = _shared(s_rows, of_scale, num_outputs, CHUNKS, TURN)
     zero = factors
@@ -270,16 +250,16 @@ def row_tile(
         if HAS_ZEROS:
             next_zero = _shared(z_rows, part + chunk, num_outputs, CHUNKS, TURN)
         acc = _turn(
-            acc, words, factors, zero, x_rows, live, table,
-            CHUNK, TURN, MIDDLE, RAISED, HAS_ZEROS, HAS_TABLE, LAYOUT, OF_W, ASM0, ASM1, ASM2, ASM3,
+            acc, words, factors, zero, x_rows, live,
+            CHUNK, TURN, MIDDLE, RAISED, HAS_ZEROS, LAYOUT, OF_W, ASM0, ASM1, ASM2, ASM3,
         )
         words = next_words
         factors = next_factors
         zero = next_zero
         x_rows += TURN * CHUNK
     acc = _turn(
-        acc, words, factors, zero, x_rows, live, table,
-        CHUNK, TURN, MIDDLE, RAISED, HAS_ZEROS, HAS_TABLE, LAYOUT, OF_W, ASM0, ASM1, ASM2, ASM3,
+        acc, words, factors, zero, x_rows, live,
+        CHUNK, TURN, MIDDLE, RAISED, HAS_ZEROS, LAYOUT, OF_W, ASM0, ASM1, ASM2, ASM3,
     )
     FLAT: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, PARTS], [0, 1])
     _store(

@@ -1,7 +1,6 @@
 """Products of few tokens with weights of 4 bits, in Triton: what kernels of several rooms share.
 
     y[m, n] = sum_g s[g, n] * sum_k x[m, k] (W[n, k] - z[g, n])     k of group g
-    y[m, n] = sum_k x[m, k] round(table[W[n, k]] * s[g(k), n])      where codes stand for numbers
 
 Codes lie in chunks of inputs, see modeling/quantisation/integers.py: a word of 16 bits has four
 codes whose inputs are a quarter of a chunk apart, so that the codes of one place in neighbouring
@@ -66,31 +65,22 @@ def assembly(dtype: torch.dtype) -> dict[str, str]:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _numbers(
-    words: "Any", middle: "Any", table: "Any", factors: "Any",
-    PLACE: tl.constexpr, ASM: tl.constexpr, HAS_TABLE: tl.constexpr,
+    words: "Any", middle: "Any", ASM: tl.constexpr
 ) -> "Any":
-    """Codes at one place of the words, less `middle`, in middle's type.
-
-    HAS_TABLE: what they stand for, by the factor of each row.
-    """
-    if HAS_TABLE:
-        found = tl.load(table + ((words.to(tl.int32) >> (4 * PLACE)) & 15))
-        numbers = (found * factors[:, None]).to(middle.dtype)
-    else:
-        numbers = tl.inline_asm_elementwise(
-            ASM, "=r,r,r", [words, middle], dtype=middle.dtype, is_pure=True, pack=2
-        )
-    return numbers
+    """Codes at one place of the words, less `middle`, in middle's type."""
+    return tl.inline_asm_elementwise(
+        ASM, "=r,r,r", [words, middle], dtype=middle.dtype, is_pure=True, pack=2
+    )
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def integer_tile(
     block: "Any", share: "Any", num_blocks: "Any",
-    x: "Any", codes: "Any", scales: "Any", zeros: "Any", table: "Any",
+    x: "Any", codes: "Any", scales: "Any", zeros: "Any",
     bias: "Any", y: "Any", sums: "Any", arrived: "Any",
     num_rows: "Any", num_outputs: "Any", x_stride: "Any", y_stride: "Any",
     INPUTS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
-    MIDDLE: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_TABLE: tl.constexpr, RAISED: tl.constexpr,
+    MIDDLE: tl.constexpr, HAS_ZEROS: tl.constexpr, RAISED: tl.constexpr,
     ASM0: tl.constexpr, ASM1: tl.constexpr, ASM2: tl.constexpr, ASM3: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
     SHARES: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
@@ -132,26 +122,23 @@ def integer_tile(
         words = tl.load(w_rows[:, None] + word[None, :])
         xs = x_rows[None, :] + word[:, None]
         x0 = tl.load(xs, mask=live[None, :], other=0.0)
-        w = _numbers(words, middle, table, factors, 0, ASM0, HAS_TABLE)
+        w = _numbers(words, middle, ASM0)
         part = tl.dot(w, x0)
         x1 = tl.load(xs + WORDS, mask=live[None, :], other=0.0)
-        w = _numbers(words, middle, table, factors, 1, ASM1, HAS_TABLE)
+        w = _numbers(words, middle, ASM1)
         part = tl.dot(w, x1, part)
         x2 = tl.load(xs + 2 * WORDS, mask=live[None, :], other=0.0)
-        w = _numbers(words, middle, table, factors, 2, ASM2, HAS_TABLE)
+        w = _numbers(words, middle, ASM2)
         part = tl.dot(w, x2, part)
         x3 = tl.load(xs + 3 * WORDS, mask=live[None, :], other=0.0)
-        w = _numbers(words, middle, table, factors, 3, ASM3, HAS_TABLE)
+        w = _numbers(words, middle, ASM3)
         part = tl.dot(w, x3, part)
         if HAS_ZEROS:
             # A number for each output would keep the codes from going straight to the product.
             total = tl.sum(x0.to(tl.float32) + x1.to(tl.float32), axis=0)
             total += tl.sum(x2.to(tl.float32) + x3.to(tl.float32), axis=0)
             part -= (zero.to(tl.float32) - MIDDLE)[:, None] * total[None, :]
-        if HAS_TABLE:
-            acc += part
-        else:
-            acc += part * factors.to(tl.float32)[:, None]
+        acc += part * factors.to(tl.float32)[:, None]
         factors, zero = next_factors, next_zero
         w_rows += step
         x_rows += CHUNK
@@ -166,9 +153,8 @@ def integer_tile(
 
 def tile_cut(rows: int, groups: OperandGroups, outputs: int) -> ProductCut:
     """Return how a product of so many tokens, which `CUTS` must hold, is cut in a launch alone."""
-    is_plain = groups.table is None and groups.zeros is None
-    is_wide = is_plain or (groups.table is None and outputs >= MANY)
-    if is_wide and CUTS[1].rows < rows <= WIDE.rows:
+    is_plain = groups.zeros is None
+    if (is_plain or outputs >= MANY) and CUTS[1].rows < rows <= WIDE.rows:
         return WIDE
     if is_plain and outputs <= FEW_OUTPUTS and WIDE.rows < rows <= NARROW.rows:
         return NARROW
@@ -189,8 +175,7 @@ def integer_arguments(operands: Operands) -> tuple[Tensor, ...]:
     codes, groups = operands.weight, operands.groups
     assert groups is not None
     zeros = codes if groups.zeros is None else groups.zeros
-    table = groups.scales if groups.table is None else groups.table
-    return operands.x, codes.view(torch.int16), groups.scales, zeros, table
+    return operands.x, codes.view(torch.int16), groups.scales, zeros
 
 
 def integer_constants(operands: Operands) -> dict[str, Any]:
@@ -201,6 +186,5 @@ def integer_constants(operands: Operands) -> dict[str, Any]:
     return {
         "INPUTS": x.shape[1], "CHUNK": chunk, "CHUNKS": groups.size // chunk,
         "MIDDLE": groups.middle if groups.zeros is None else 8,
-        "HAS_ZEROS": groups.zeros is not None, "HAS_TABLE": groups.table is not None,
-        "RAISED": RAISED[x.dtype], **assembly(x.dtype),
+        "HAS_ZEROS": groups.zeros is not None, "RAISED": RAISED[x.dtype], **assembly(x.dtype),
     }  # fmt: skip

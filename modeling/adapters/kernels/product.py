@@ -234,7 +234,7 @@ def fp8_product_kernel(
     do_not_specialize=[*UNSPECIALIZED, "num_rows", "num_shrinks", "num_tile_programs"]
 )
 def integer_product_kernel(
-    x_own: "Any", codes: "Any", scales: "Any", zeros: "Any", table: "Any", y: "Any",
+    x_own: "Any", codes: "Any", scales: "Any", zeros: "Any", y: "Any",
     sums: "Any", arrived: "Any", num_rows: "Any", num_outputs: "Any", own_stride: "Any",
     y_stride: "Any", num_shrinks: "Any", num_tile_programs: "Any",
     x: "Any", a0: "Any", a1: "Any", a2: "Any",
@@ -243,7 +243,7 @@ def integer_product_kernel(
     projection0: "Any", projection1: "Any", projection2: "Any", layer: "Any",
     x_stride: "Any", split_width: "Any", num_splits: "Any", positions: "Any",
     INPUTS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, MIDDLE: tl.constexpr,
-    HAS_ZEROS: tl.constexpr, HAS_TABLE: tl.constexpr, RAISED: tl.constexpr,
+    HAS_ZEROS: tl.constexpr, RAISED: tl.constexpr,
     ASM0: tl.constexpr, ASM1: tl.constexpr, ASM2: tl.constexpr, ASM3: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, SHARES: tl.constexpr,
     PROJECTIONS: tl.constexpr, TABLE_PAGES: tl.constexpr, TABLE_LAYERS: tl.constexpr,
@@ -272,8 +272,8 @@ def integer_product_kernel(
         num_blocks = (tl.num_programs(0) - num_shrinks) // SHARES
         integer_tile(
             own % num_blocks, own // num_blocks, num_blocks,
-            x_own, codes, scales, zeros, table, y, y, sums, arrived,
+            x_own, codes, scales, zeros, y, y, sums, arrived,
             num_rows, num_outputs, own_stride, y_stride,
-            INPUTS, CHUNK, CHUNKS, MIDDLE, HAS_ZEROS, HAS_TABLE, RAISED, ASM0, ASM1, ASM2, ASM3,
+            INPUTS, CHUNK, CHUNKS, MIDDLE, HAS_ZEROS, RAISED, ASM0, ASM1, ASM2, ASM3,
             ROWS, BLOCK_N, SHARES, False, PDL,
         )

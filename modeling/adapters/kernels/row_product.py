@@ -140,7 +140,7 @@ def _shrink_tiles(
     do_not_specialize=[*UNSPECIALIZED, "num_rows", "num_shrinks", "num_tile_programs"]
 )
 def row_product_kernel(
-    x_own: "Any", codes: "Any", scales: "Any", zeros: "Any", table: "Any", y: "Any",
+    x_own: "Any", codes: "Any", scales: "Any", zeros: "Any", y: "Any",
     sums: "Any", arrived: "Any", num_rows: "Any", num_outputs: "Any", own_stride: "Any",
     y_stride: "Any", num_shrinks: "Any", num_tile_programs: "Any",
     x: "Any", a0: "Any", a1: "Any", a2: "Any",
@@ -149,7 +149,7 @@ def row_product_kernel(
     projection0: "Any", projection1: "Any", projection2: "Any", layer: "Any",
     x_stride: "Any", split_width: "Any", num_splits: "Any", positions: "Any",
     INPUTS: gl.constexpr, CHUNK: gl.constexpr, CHUNKS: gl.constexpr, MIDDLE: gl.constexpr,
-    HAS_ZEROS: gl.constexpr, HAS_TABLE: gl.constexpr, RAISED: gl.constexpr,
+    HAS_ZEROS: gl.constexpr, RAISED: gl.constexpr,
     ASM0: gl.constexpr, ASM1: gl.constexpr, ASM2: gl.constexpr, ASM3: gl.constexpr,
     ROWS: gl.constexpr, BLOCK_N: gl.constexpr, TURN: gl.constexpr, SHARES: gl.constexpr,
     PROJECTIONS: gl.constexpr, TABLE_PAGES: gl.constexpr, TABLE_LAYERS: gl.constexpr,
@@ -181,8 +181,8 @@ def row_product_kernel(
         num_blocks = (gl.num_programs(0) - num_shrinks) // SHARES
         row_tile(
             own % num_blocks, own // num_blocks, num_blocks,
-            x_own, codes, scales, zeros, table, y, y, sums, arrived,
+            x_own, codes, scales, zeros, y, y, sums, arrived,
             num_rows, num_outputs, own_stride, y_stride,
-            INPUTS, CHUNK, CHUNKS, MIDDLE, HAS_ZEROS, HAS_TABLE, RAISED, ASM0, ASM1, ASM2, ASM3,
+            INPUTS, CHUNK, CHUNKS, MIDDLE, HAS_ZEROS, RAISED, ASM0, ASM1, ASM2, ASM3,
             ROWS, BLOCK_N, TURN, SHARES, False, PDL,
         )

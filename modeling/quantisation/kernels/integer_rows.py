@@ -14,11 +14,11 @@ from modeling.kernels.integer_rows import row_tile
 
 @gluon.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
 def row_kernel(
-    x: "Any", codes: "Any", scales: "Any", zeros: "Any", table: "Any", bias: "Any",
+    x: "Any", codes: "Any", scales: "Any", zeros: "Any", bias: "Any",
     y: "Any", sums: "Any", arrived: "Any",
     num_rows: "Any", num_outputs: "Any", x_stride: "Any", y_stride: "Any",
     INPUTS: gl.constexpr, CHUNK: gl.constexpr, CHUNKS: gl.constexpr, MIDDLE: gl.constexpr,
-    HAS_ZEROS: gl.constexpr, HAS_TABLE: gl.constexpr, RAISED: gl.constexpr,
+    HAS_ZEROS: gl.constexpr, RAISED: gl.constexpr,
     ASM0: gl.constexpr, ASM1: gl.constexpr, ASM2: gl.constexpr, ASM3: gl.constexpr,
     ROWS: gl.constexpr, BLOCK_N: gl.constexpr, TURN: gl.constexpr, SHARES: gl.constexpr,
     HAS_BIAS: gl.constexpr, PDL: gl.constexpr,
@@ -29,8 +29,8 @@ def row_kernel(
     num_blocks = gl.num_programs(0) // SHARES
     row_tile(
         gl.program_id(0) % num_blocks, gl.program_id(0) // num_blocks, num_blocks,
-        x, codes, scales, zeros, table, bias, y, sums, arrived,
+        x, codes, scales, zeros, bias, y, sums, arrived,
         num_rows, num_outputs, x_stride, y_stride,
-        INPUTS, CHUNK, CHUNKS, MIDDLE, HAS_ZEROS, HAS_TABLE, RAISED, ASM0, ASM1, ASM2, ASM3,
+        INPUTS, CHUNK, CHUNKS, MIDDLE, HAS_ZEROS, RAISED, ASM0, ASM1, ASM2, ASM3,
         ROWS, BLOCK_N, TURN, SHARES, HAS_BIAS, PDL,
     )

@@ -29,11 +29,11 @@ Pointer = Any
 
 @triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
 def _integers(
-    x: "Pointer", codes: "Pointer", scales: "Pointer", zeros: "Pointer", table: "Pointer",
+    x: "Pointer", codes: "Pointer", scales: "Pointer", zeros: "Pointer",
     bias: "Pointer", y: "Pointer", sums: "Pointer", arrived: "Pointer",
     num_rows: "Any", num_outputs: "Any", x_stride: int, y_stride: int,
     INPUTS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
-    MIDDLE: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_TABLE: tl.constexpr, RAISED: tl.constexpr,
+    MIDDLE: tl.constexpr, HAS_ZEROS: tl.constexpr, RAISED: tl.constexpr,
     ASM0: tl.constexpr, ASM1: tl.constexpr, ASM2: tl.constexpr, ASM3: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
     SHARES: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
@@ -44,9 +44,9 @@ def _integers(
     num_blocks = tl.num_programs(0) // SHARES
     integer_tile(
         tl.program_id(0) % num_blocks, tl.program_id(0) // num_blocks, num_blocks,
-        x, codes, scales, zeros, table, bias, y, sums, arrived,
+        x, codes, scales, zeros, bias, y, sums, arrived,
         num_rows, num_outputs, x_stride, y_stride,
-        INPUTS, CHUNK, CHUNKS, MIDDLE, HAS_ZEROS, HAS_TABLE, RAISED, ASM0, ASM1, ASM2, ASM3,
+        INPUTS, CHUNK, CHUNKS, MIDDLE, HAS_ZEROS, RAISED, ASM0, ASM1, ASM2, ASM3,
         ROWS, BLOCK_N, SHARES, HAS_BIAS, PDL,
     )
 
@@ -130,7 +130,7 @@ def integer_product(operands: Operands, bias: Tensor | None, y: Tensor) -> Tenso
     sums, arrived = product_memory(x.device, torch.cuda.current_stream(x.device).cuda_stream)
     launch(
         (x.device, x.dtype, y.dtype, inputs, outputs, *sizes.values(), bias is None, chunks,
-         groups.size, groups.middle, groups.zeros is None, groups.table is None,
+         groups.size, groups.middle, groups.zeros is None,
          groups.scales.dtype, aligned(x, codes, y), x.stride(0), y.stride(0)),
         (-(-outputs // width) * shares,),
         (*integer_arguments(operands), y if bias is None else bias, y, sums, arrived,

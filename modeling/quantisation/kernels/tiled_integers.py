@@ -265,10 +265,11 @@ def tiled_product(operands: Operands, bias: Tensor | None, y: Tensor, cut: Tiled
          groups.size, groups.middle, groups.zeros is None, groups.table is None,
          groups.scales.dtype, aligned(x, codes, y), y.stride(0)),
         (tiles * -(-outputs // cut.outputs) * shares,),
-        (*integer_arguments(operands), y if bias is None else bias, y, sums, arrived,
+        (*integer_arguments(operands), groups.scales if groups.table is None else groups.table,
+         y if bias is None else bias, y, sums, arrived,
          rows, tiles, outputs, x.stride(0), y.stride(0)),
-        {**integer_constants(operands), **own, **sizes, "HAS_BIAS": bias is not None,
-         "PDL": dependent},
+        {**integer_constants(operands), **own, **sizes, "HAS_TABLE": groups.table is not None,
+         "HAS_BIAS": bias is not None, "PDL": dependent},
         {"num_warps": cut.warps, "num_stages": cut.stages, **launch_options(dependent)},
     )  # fmt: skip
     return y
