@@ -94,7 +94,7 @@ def load_paged(config: EngineConfig, group: TensorParallel, device: torch.device
         copies = vocabulary_copies(config.adapters, whole, memory)
         size = bank_size(config.adapters, pages, copies, experts)
         bank = _bank(model, size, device)
-        weights = _with_dequantised(config, weights)
+        weights = _with_dequantised(config, weights, cache.bytes_per_block)
         plan = kernel.plan(bank, config.limits.max_step_tokens) if kernel.plan and pages else None
     return LoadedPaged(
         PagedParts(
@@ -121,11 +121,12 @@ def load_paged(config: EngineConfig, group: TensorParallel, device: torch.device
     )
 
 
-def _with_dequantised(config: EngineConfig, weights: LoadedModel) -> LoadedModel:
+def _with_dequantised(config: EngineConfig, weights: LoadedModel, block_bytes: int) -> LoadedModel:
     """Keep numbers beside integers, behind the pools, as far as the config allows."""
     model = weights.model
     memory = device_memory(model.device) if model.device.type == "cuda" else None
-    kept = keep_dequantised(cast(nn.Module, model), dequantised_bytes(config, memory))
+    most = dequantised_bytes(config, memory, block_bytes)
+    kept = keep_dequantised(cast(nn.Module, model), most)
     if not kept:
         return weights
     name = str(model.dtype).removeprefix("torch.")

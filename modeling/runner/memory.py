@@ -181,11 +181,16 @@ def check_states(count: int, slot_bytes: int, memory: DeviceMemory | None) -> No
     )
 
 
-def dequantised_bytes(config: EngineConfig, memory: DeviceMemory | None) -> int:
-    """Return what numbers of integers may take beside them; memory: None on a CPU."""
+def dequantised_bytes(config: EngineConfig, memory: DeviceMemory | None, block_bytes: int) -> int:
+    """Return what numbers of integers may take beside them.
+
+    memory: None on a CPU. block_bytes: of a block of the cache; blocks that the config counts keep
+    their room.
+    """
     if memory is None:
         return 0
     others = memory.total * (1 - config.cache.device_memory_fraction)
+    others += (config.cache.num_blocks or 0) * block_bytes
     return int(max(0.0, memory.free - others) * config.model.dequantised_fraction)
 
 

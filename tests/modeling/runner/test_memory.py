@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 
 from configs.adapters import AdaptersConfig
-from configs.engine import EngineConfig
+from configs.engine import CacheConfig, EngineConfig
 from configs.model import ModelConfig
 from modeling.runner.block_tables import BatchSize
 from modeling.runner.memory import (
@@ -56,9 +56,12 @@ def test_a_cpu_caches_every_place_within_its_budget() -> None:
 
 def test_numbers_beside_integers_take_their_part_of_what_the_cache_would_get() -> None:
     config = EngineConfig(model=ModelConfig(id="m", dequantised_fraction=0.25))
-    assert dequantised_bytes(config, DeviceMemory(total=80 * GIB, free=48 * GIB)) == 10 * GIB
-    assert dequantised_bytes(config, DeviceMemory(total=80 * GIB, free=7 * GIB)) == 0
-    assert dequantised_bytes(config, None) == 0
+    memory = DeviceMemory(total=80 * GIB, free=48 * GIB)
+    assert dequantised_bytes(config, memory, GIB) == 10 * GIB
+    assert dequantised_bytes(config, DeviceMemory(total=80 * GIB, free=7 * GIB), GIB) == 0
+    assert dequantised_bytes(config, None, GIB) == 0
+    counted = config.model_copy(update={"cache": CacheConfig(num_blocks=20)})
+    assert dequantised_bytes(counted, memory, GIB) == 5 * GIB
 
 
 def test_a_gpu_caches_with_what_is_left() -> None:
