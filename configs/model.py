@@ -92,7 +92,7 @@ class ModelConfig(Config):
     quantize: a checkpoint that is quantised says so itself.
     dequantised_fraction: the part of the memory behind weights and adapter pools in which weights
     of integers are kept as numbers of `dtype` too, layer by layer, for steps of many tokens, on
-    CUDA. No answer needs them; without them such steps take longer.
+    CUDA. They make such steps faster, and change results by rounding at most.
     dynamic_rope_length: with dynamic rope, every sequence is computed as transformers computes one
     of this length; None: of the model's own length, and longer sequences are refused.
     tool_parser: how tool calls are found in answers.

@@ -133,27 +133,14 @@ class AttentionBackend(ABC):
         step: AttentionStep,
         window: int | None = None,
         sinks: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """q [tokens, heads, head_dim] to the same shape; this step's k and v are stored already.
 
         cu_seqlen: int32 [rows + 1], where each row's tokens start. step: from `prepare`.
         window: this layer's, one of the spec's. sinks: this layer's, [heads] of this rank in any
-        float type; None for a layer without.
+        float type; None for a layer without. out: contiguous memory for the result; it is returned.
         """
-
-    def forward_into(
-        self,
-        out: Tensor,
-        q: Tensor,
-        cache: LayerCache,
-        cu_seqlen: Tensor,
-        block_tables: Tensor,
-        step: AttentionStep,
-        window: int | None = None,
-        sinks: Tensor | None = None,
-    ) -> None:
-        """Do as `forward`, but write the result into `out`, which is contiguous."""
-        out.copy_(self.forward(q, cache, cu_seqlen, block_tables, step, window, sinks))
 
     def graph_words(self, rows: int, max_blocks: int, queries: int = 1) -> int | None:
         """How many int32 a captured step of `rows` rows reads; None: it has no such form.

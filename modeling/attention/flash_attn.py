@@ -100,6 +100,7 @@ class FlashAttention(AttentionBackend):
         step: AttentionStep,
         window: int | None = None,
         sinks: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Decode rows first, then the others."""
         assert isinstance(step, FlashAttnStep), type(step)
@@ -109,7 +110,7 @@ class FlashAttention(AttentionBackend):
             parts.append(self._decode(q[:split], cache, step, window))
         if rows is not None:
             parts.append(self._prefill(q[split:], cache, rows, window))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return parts[0] if len(parts) == 1 and out is None else torch.cat(parts, out=out)
 
     def graph_words(self, rows: int, max_blocks: int, queries: int = 1) -> int | None:
         """Lengths and whole tables."""

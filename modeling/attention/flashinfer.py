@@ -135,11 +135,13 @@ class FlashInferAttention(AttentionBackend):
         step: AttentionStep,
         window: int | None = None,
         sinks: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Run the window's plan, decode rows first."""
         assert isinstance(step, FlashInferStep), type(step)
         plan, split = step.plans[window], step.num_decode
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        if out is None:
+            out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         pages = (cache.keys, cache.values)
         # The scores take the keys' scale along with their own.
         options = {"k_scale": cache.scales.keys} if cache.quantised else {}

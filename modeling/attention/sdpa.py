@@ -129,6 +129,7 @@ class SdpaAttention(AttentionBackend):
         step: AttentionStep,
         window: int | None = None,
         sinks: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Compute each group and each long row into its rows of the output."""
         assert isinstance(step, SdpaStep), type(step)
@@ -137,8 +138,9 @@ class SdpaAttention(AttentionBackend):
         if self._dense:
             rule = ScoreRule(self.spec.scale, self.spec.softcap, plan.window, self._slopes, sinks)
         if len(plan.groups) == 1 and plan.groups[0].tokens is None:
-            return self._decode(q, cache, plan.groups[0], rule)
-        out = torch.empty_like(q)
+            found = self._decode(q, cache, plan.groups[0], rule)
+            return found if out is None else out.copy_(found)
+        out = torch.empty_like(q) if out is None else out
         for group in plan.groups:
             assert group.tokens is not None
             out[group.tokens] = self._decode(q[group.tokens], cache, group, rule)

@@ -80,8 +80,8 @@ def unpack(packed: Tensor) -> Tensor:
 
 
 MOST_TOKENS = 64
-"""Up to which codes are multiplied faster than numbers, on an H200, where they stand for
-themselves; others never are."""
+"""Up to which kernels for few tokens are faster with codes than a library with numbers, on an
+H200."""
 
 _AT_ONCE = 4096
 """Outputs whose numbers are made at once, which takes several times their bytes."""
@@ -92,8 +92,8 @@ class IntegerWeight(QuantisedWeight):
 
     codes: uint8, in the groups' order: of 4 bits see `pack`, where chunks are whole; [out, in]
     otherwise. scales, zeros: as Groups has them, but [groups, out].
-    dequantised: all numbers [out, in] beside the codes, for products of many tokens; it is none of
-    the model's parameters.
+    dequantised: all numbers [out, in] beside the codes, for products that are faster with them; it
+    is none of the model's parameters.
     """
 
     dequantised: Tensor | None = None
@@ -148,8 +148,8 @@ class IntegerWeight(QuantisedWeight):
     def forward(self, x: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         """x W^T + bias."""
         gpu = gpu_products(x) if self.is_packed and self.size is not None else None
-        is_few = self.table is None and len(x) <= MOST_TOKENS
-        if self.dequantised is not None and (gpu is None or not is_few):
+        is_few = gpu is not None and self._takes_few and len(x) <= MOST_TOKENS
+        if self.dequantised is not None and not is_few:
             return multiply(x, self.dequantised, bias, out)
         if gpu is None:
             return super().forward(x, bias, out)
@@ -158,14 +158,15 @@ class IntegerWeight(QuantisedWeight):
     def joins(self, x: Tensor) -> bool:
         """Return whether a GPU has a kernel for few tokens of x that an adapter's shrink may join.
 
-        Codes with zero points, and those that stand for other numbers, have one too, whose results
-        were not compared as it is cut now.
+        Codes with zero points have one too, whose results were not compared as it is cut now.
         """
+        return self._takes_few and self.zeros is None and gpu_products(x) is not None
+
+    @property
+    def _takes_few(self) -> bool:
+        """Whether GPUs have kernels for few tokens that take such codes."""
         is_wide = self.is_packed and 2 * self.codes.shape[2] >= LEAST_CHUNK
-        is_compared = self.zeros is None and self.table is None
-        if not is_wide or self.size is None or not is_compared:
-            return False
-        return gpu_products(x) is not None
+        return is_wide and self.size is not None and self.table is None
 
     def operands(self, x: Tensor) -> Operands:
         """Return x in the order of the codes, and the codes."""

@@ -130,7 +130,7 @@ def _with_dequantised(config: EngineConfig, weights: LoadedModel, block_bytes: i
     if not kept:
         return weights
     name = str(model.dtype).removeprefix("torch.")
-    forms = dict(weights.weight_forms) | {f"{name} beside integers": kept}
+    forms = dict(weights.weight_forms) | {f"dequantised {name}": kept}
     return replace(weights, weight_forms=forms, bytes_resident=weights.bytes_resident + kept)
 
 

@@ -182,10 +182,10 @@ def check_states(count: int, slot_bytes: int, memory: DeviceMemory | None) -> No
 
 
 def dequantised_bytes(config: EngineConfig, memory: DeviceMemory | None, block_bytes: int) -> int:
-    """Return what numbers of integers may take beside them.
+    """Return how many bytes the numbers of integers may take beside them.
 
-    memory: None on a CPU. block_bytes: of a block of the cache; blocks that the config counts keep
-    their room.
+    memory: None on a CPU. block_bytes: of a block of the cache; where cache.num_blocks is set, that
+    many are left room.
     """
     if memory is None:
         return 0

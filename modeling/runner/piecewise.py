@@ -142,6 +142,7 @@ class SplitPoint(AttentionBackend):
         step: AttentionStep,
         window: int | None = None,
         sinks: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Return the memory that attention will write its output to."""
         out = self._attended[: len(q)]
@@ -228,8 +229,7 @@ class PiecewiseGraphs:
             return
         number = piece.cache.group
         group = inputs.groups[number]
-        self._parts.backends[number].forward_into(
-            piece.out[:tokens],
+        self._parts.backends[number].forward(
             piece.q[:tokens],
             piece.cache,
             group.cu_seqlens,
@@ -237,6 +237,7 @@ class PiecewiseGraphs:
             attention[number],
             piece.window,
             piece.sinks,
+            piece.out[:tokens],
         )
 
     def _record(self, size: int, kind: StepAdapters) -> list[GraphPiece]:

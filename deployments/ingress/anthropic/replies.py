@@ -25,7 +25,8 @@ from deployments.ingress.tools.parsers import ArgumentsDelta, CallStart
 
 _encode = msgspec.json.Encoder().encode
 
-# An escape that stays (a pair of surrogates is one), as group, or half a pair, which UTF-8 lacks.
+# Group 1: an escape that stays; a pair of surrogates is one. No group: half of a pair, which UTF-8
+# cannot hold.
 _ESCAPE = re.compile(
     r"(\\(?:[^u]|u(?![dD][89a-fA-F])|u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}))"
     r"|\\u[dD][89a-fA-F][0-9a-fA-F]{2}"

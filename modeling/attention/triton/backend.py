@@ -180,30 +180,15 @@ class TritonAttention(AttentionBackend):
         step: AttentionStep,
         window: int | None = None,
         sinks: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Launch the kernels that the step has rows for."""
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        self.forward_into(out, q, cache, cu_seqlen, block_tables, step, window, sinks)
-        return out
-
-    def forward_into(
-        self,
-        out: Tensor,
-        q: Tensor,
-        cache: LayerCache,
-        cu_seqlen: Tensor,
-        block_tables: Tensor,
-        step: AttentionStep,
-        window: int | None = None,
-        sinks: Tensor | None = None,
-    ) -> None:
-        """Launch the kernels, which write to `out`."""
         assert isinstance(step, TritonStep), type(step)
         if q.stride()[1:] != (q.shape[2], 1):
             q = q.contiguous()
         layer = Layer(
             q=q,
-            out=out,
+            out=torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out,
             parts=(cache.keys, cache.values),
             tables=step.tables,
             window=NO_WINDOW if window is None else window,
@@ -215,6 +200,7 @@ class TritonAttention(AttentionBackend):
             self._decode(layer, step.decode)
         if step.tiles is not None:
             self._prefill(layer, step.tiles)
+        return layer.out
 
     def graph_words(self, rows: int, max_blocks: int, queries: int = 1) -> int | None:
         """What `GraphTriton.write` says; the pages' numbers may fill up."""

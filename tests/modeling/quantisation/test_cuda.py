@@ -102,7 +102,7 @@ def test_integers_of_many_sizes(form: str, shape: tuple[int, int]) -> None:
         assert torch.equal(found, weight(x, None))
 
 
-@pytest.mark.parametrize("form", ["8 bits", *INTEGERS])
+@pytest.mark.parametrize("form", ["8 bits", "4 bits by 32", *INTEGERS])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_numbers_beside_codes(form: str, dtype: torch.dtype) -> None:
     """Many tokens are multiplied with the numbers themselves, few as without them."""

@@ -1,17 +1,28 @@
 """Numbers that are kept beside integers: which, how many bytes, and that no answer needs them."""
 
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import nn
 
 from configs.model import ModelConfig
-from modeling.quantisation.integers import codes_alone, keep_dequantised, round_groups
+from modeling.quantisation import integers
+from modeling.quantisation.integers import (
+    IntegerWeight,
+    codes_alone,
+    keep_dequantised,
+    local_groups,
+    round_groups,
+)
+from modeling.quantisation.products import GpuProducts
 from modeling.runner import load_paged as loading
 from modeling.runner.load_paged import load_paged
 from modeling.runner.paged import ModelRunner
 from sharding.group import SingleRank
+from sharding.linear_weight import Operands
 from tests.modeling.parity.comparison import BLOCK_SIZE, engine_config
 from tests.modeling.teacher import forced_logprobs
 
@@ -32,6 +43,38 @@ def test_the_first_that_fit_are_kept() -> None:
         assert numbers is None or torch.equal(numbers, weight[:])
 
 
+def of_blocks(size: int, table: torch.Tensor | None) -> IntegerWeight:
+    codes, group_of = torch.zeros(16, 128, dtype=torch.uint8), torch.arange(128) // size
+    groups = local_groups(torch.ones(16, 128 // size), None, group_of, 0)
+    return IntegerWeight(codes, groups, 4, torch.float32, table)
+
+
+@pytest.mark.parametrize(
+    ("weight", "most"),
+    [(of_blocks(64, None), 64), (of_blocks(32, None), 0), (of_blocks(64, torch.ones(16)), 0)],
+    ids=["blocks of 64", "blocks of 32", "from a table"],
+)
+def test_codes_are_multiplied_where_a_kernel_for_few_tokens_takes_them(
+    weight: IntegerWeight, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[int] = []
+
+    def of_codes(operands: Operands, bias: Any, out: Any) -> torch.Tensor:
+        taken.append(len(operands.x))
+        return operands.x.new_zeros(len(operands.x), 16)
+
+    gpu = GpuProducts(Mock(), Mock(), Mock(), of_codes)
+    monkeypatch.setattr(integers, "gpu_products", lambda x: gpu)
+    sizes = (1, 3, 64, 65, 300)
+    for tokens in sizes:
+        weight(torch.zeros(tokens, 128), None)
+    assert taken == [*sizes]
+    weight.dequantise()
+    for tokens in sizes:
+        weight(torch.zeros(tokens, 128), None)
+    assert taken[len(sizes) :] == [tokens for tokens in sizes if tokens <= most]
+
+
 @pytest.mark.parametrize("name", ["gptq", "gptq_act_order", "awq"])
 def test_answers_are_those_of_codes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def load() -> ModelRunner:
@@ -44,7 +87,7 @@ def test_answers_are_those_of_codes(name: str, monkeypatch: pytest.MonkeyPatch) 
     alone = load()
     monkeypatch.setattr(loading, "dequantised_bytes", lambda *_: 2**15)
     beside = load()
-    kept = beside.report.weight_forms["float16 beside integers"]
+    kept = beside.report.weight_forms["dequantised float16"]
     assert 0 < kept <= 2**15
     assert beside.report.weight_bytes_resident == alone.report.weight_bytes_resident + kept
     assert torch.equal(said(alone), said(beside))

@@ -248,7 +248,7 @@ def test_models(form: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) ->
         ("numbers", Device.CUDA, DType.BFLOAT16, 0.1),
     ):
         runner = make_runner(model, form, device, dtype, dequantised)
-        kept = [each for each in runner.report.weight_forms if "beside" in each]
+        kept = [each for each in runner.report.weight_forms if "dequantised" in each]
         if name == "numbers" and not kept:
             continue
         assert bool(kept) == (dequantised > 0)

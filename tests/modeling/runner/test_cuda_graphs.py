@@ -153,6 +153,7 @@ class CapturedSdpa(SdpaAttention):
         step: AttentionStep,
         window: int | None = None,
         sinks: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         if not isinstance(step, PlainStep):
             return super().forward(q, cache, cu_seqlen, block_tables, step, window, sinks)
