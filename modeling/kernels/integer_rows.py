@@ -1,4 +1,4 @@
-"""Products of up to 16 tokens with weights of 4 bits, in Gluon: as triton_integer_tiles.py, faster.
+"""Products of up to 16 tokens with weights of 4 bits, in Gluon: as integer_tiles.py, faster.
 
 Gluon is Triton with the layouts of tensors in the program's hands. A thread loads 16 bytes of codes
 straight into the registers in which the tensor cores take them, and the same 16 inputs' x beside

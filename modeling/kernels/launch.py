@@ -64,6 +64,12 @@ def has_dependent_launch(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+@cache
+def has_async_copies(device: torch.device) -> bool:
+    """Whether kernels can copy to shared memory without waiting: Ampere and later."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 def launch_options(dependent: bool) -> dict[str, bool]:
     """Options of a launch that is a programmatic dependent one, or not."""
     return {"launch_pdl": True} if dependent else {}

@@ -1,7 +1,7 @@
 """A step's adapters for the Triton kernels: tokens cut into tiles, in buffers that never move.
 
 Everything that varies between steps is in these buffers. So what a `TritonBatch`
-(triton_step.py) launches may be captured: call `update` before each replay, on the replay's stream.
+(step.py) launches may be captured: call `update` before each replay, on the replay's stream.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ import torch
 from modeling.adapters.bank import AdapterBank
 from modeling.adapters.kernels.embed import embed_kernel
 from modeling.adapters.kernels.expand import expand_kernel
-from modeling.adapters.kernels.forms import Form, forms_of
+from modeling.adapters.kernels.forms import MOST_PARTS, Form, forms_of
 from modeling.adapters.kernels.gated import gated_kernel
 from modeling.adapters.kernels.groups import (
     MAX_TARGETS,
@@ -26,7 +26,7 @@ from modeling.adapters.kernels.tiles import HEADER, cut_tiles
 from modeling.adapters.kernels.tokens import set_embedded_kernel, set_logits_kernel
 from modeling.adapters.product import OutputSlice
 from modeling.adapters.projection import ProjectionKind
-from modeling.kernels.launch import Launcher, has_dependent_launch
+from modeling.kernels.launch import Launcher, has_async_copies, has_dependent_launch
 
 
 class TritonBuffers:
@@ -47,6 +47,7 @@ class TritonBuffers:
         # Whole passes, so that a load past the true rank stays within its row of partial sums.
         self.max_rank = -(-bank.size.max_rank // widest) * widest
         self.dependent_launch = has_dependent_launch(device)
+        self.has_gated = has_async_copies(device)
         self.shrink, self.expand = Launcher(shrink_kernel), Launcher(expand_kernel)
         self.gated = Launcher(gated_kernel)
         self.embed = Launcher(embed_kernel)
@@ -54,8 +55,9 @@ class TritonBuffers:
         self.set_logits = Launcher(set_logits_kernel)
         used = self._used_forms()
         records = max(self.max_tiles(tokens) * (HEADER + form.tile_tokens) for form, tokens in used)
-        partials = max(form.splits * tokens for form, tokens in used)
-        partials *= MAX_TARGETS * self.max_rank
+        # Of three targets with `splits` parts each, or of fewer with more.
+        partials = max(max(form.splits * MAX_TARGETS, MOST_PARTS) * tokens for form, tokens in used)
+        partials *= self.max_rank
         assert partials < 2**31, "kernels count partial sums in 32 bits"
         # Addresses that captured launches keep: no buffer is ever allocated again.
         self.records = torch.full((records,), -1, dtype=torch.int32, device=device)

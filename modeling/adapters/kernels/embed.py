@@ -2,7 +2,7 @@
 
     embed:  s[p, r] = A[row(p, r), id(token(p))], 0 for another rank's ids
 
-It runs instead of the shrink (triton_shrink.py), before the expand: an id is a vector of zeros
+It runs instead of the shrink (shrink.py), before the expand: an id is a vector of zeros
 with a one.
 """
 

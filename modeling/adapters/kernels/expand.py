@@ -3,7 +3,7 @@
     expand:  y[token(p), o + j] += c[j] y[token(p), o + j] + d[j] + sum_r s[p, r] * Bt[row(p, r), j]
 
 c, d: rows of Bt that some adapters have (output_rows.py), 0 for the others. Tiles, records and
-pools are those of the shrink (triton_shrink.py), which leaves s.
+pools are those of the shrink (shrink.py), which leaves s.
 """
 
 from typing import Any

@@ -1,6 +1,6 @@
 """The base product of up to 16 rows in 4 bits and the adapters' shrink, in one launch, in Gluon.
 
-As triton_product.py does it: the first programs are the shrink's. Here each warp takes columns of
+As product.py does it: the first programs are the shrink's. Here each warp takes columns of
 its own of a split, and loads A and x straight into the registers of the tensor cores.
 """
 
@@ -100,7 +100,7 @@ def _shrink_tiles(
     BLOCK_M: gl.constexpr, BLOCK_R: gl.constexpr, MORE_ROWS: gl.constexpr, BLOCK_K: gl.constexpr,
     PDL: gl.constexpr,
 ) -> None:
-    """`triton_shrink.shrink_tiles` of a step that leaves the splits' sums to the expand."""
+    """`shrink.shrink_tiles` of a step that leaves the splits' sums to the expand."""
     target = block // num_splits
     split = block % num_splits
     a = _of_target(target, a0, a1, a2)

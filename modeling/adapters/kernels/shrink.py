@@ -1,4 +1,4 @@
-"""The multi-adapter product in Triton: here the shrink to rank rows, then triton_expand.py.
+"""The multi-adapter product in Triton: here the shrink to rank rows, then expand.py.
 
     shrink:  s[p, r] = sum_i x[token(p), i] * A[row(p, r), i]
     expand:  y[token(p), o + j] += sum_r s[p, r] * Bt[row(p, r), j]

@@ -12,7 +12,7 @@ from torch import Tensor
 from modeling.adapters.kernels.base import Shrink, launch_product, takes
 from modeling.adapters.kernels.buffers import TritonBuffers
 from modeling.adapters.kernels.forms import Blocks
-from modeling.adapters.kernels.gated import GATED_CONSTANTS, gated_arguments
+from modeling.adapters.kernels.gated import COLUMNS, GATED_CONSTANTS, gated_arguments
 from modeling.adapters.kernels.groups import MAX_TARGETS, LaunchGroup, split_columns
 from modeling.adapters.kernels.product import product_form
 from modeling.adapters.kernels.tiles import HEADER
@@ -51,13 +51,13 @@ class TritonBatch:
             "MAX_RANK": plan.max_rank,
             "HEADER": HEADER,
             "SUMMED": self._form.summed,
-            "SPLITS": self._product.shrink_splits if self._product else self._form.splits,
             "BLOCK_M": self._form.tile_tokens,
             "BLOCK_R": self._form.rank_rows,
             "MORE_ROWS": self._form.widest(bank.size.max_rank),
             "PDL": plan.dependent_launch,
         }
-        self._key = (self._form.max_tokens, self._constants["SPLITS"])
+        shrink_splits = self._product.shrink_splits if self._product else 0
+        self._key = (self._form.max_tokens, shrink_splits)
         self._launch = launch_options(plan.dependent_launch)
 
     def has_product(
@@ -97,7 +97,7 @@ class TritonBatch:
             x.stride(0), split_width, num_splits, self._num_tokens,
         )
         # fmt: on
-        constants = {"LAYERS": group.layers, "BLOCK_K": form.shrink_columns, **self._constants}
+        constants = {"BLOCK_K": form.shrink_columns, **self._constants_of(group)}
         shrink = Shrink(blocks * tile_programs, tile_programs, x, arguments, constants)
         launch_product(form, y, weight.operands(x), self._plan.sums, self._plan.arrived, shrink)
         self._started = (group, num_splits) if self._num_tiles else None
@@ -133,12 +133,15 @@ class TritonBatch:
         group, size = self._plan.group(targets), gate_up.shape[1] // 2
         if group.outputs[:2] != (size, size) or group.offsets[:2] != (0, size):
             return None
+        if size % COLUMNS or aligned(gate_up) or not self._plan.has_gated:
+            return None
         self._shrink(x, layer, group)
         out = gate_up.new_empty(len(gate_up), size)
         arguments, constants = gated_arguments(
             (gate_up, out), self._tables, self._plan.bank.output_rows, group, layer
         )
-        constants |= {name: self._constants[name] for name in GATED_CONSTANTS}
+        known = self._constants_of(group)
+        constants |= {name: known[name] for name in GATED_CONSTANTS}
         constants["BLOCK_N"] = blocks.columns
         grid = -(-size // blocks.columns), -(-self._num_tokens // self._form.tile_tokens)
         key = (*self._key, group.key, gate_up.dtype, aligned(gate_up, out))
@@ -152,7 +155,8 @@ class TritonBatch:
     def _shrink(self, x: Tensor, layer: int, group: LaunchGroup) -> int:
         """s[p, r] = sum_i x[token(p), i] A[row(p, r), i], as partial sums; returns their number."""
         blocks = self._form.shrink
-        splits = self._constants["SPLITS"]
+        constants = {"BLOCK_K": blocks.columns, **self._constants_of(group)}
+        splits = constants["SPLITS"]
         split_width, num_splits = split_columns(group.inputs, blocks.columns, splits)
         # fmt: off
         arguments = (
@@ -160,7 +164,6 @@ class TritonBatch:
             group.inputs, x.stride(0), split_width, num_splits, self._num_tokens,
         )
         # fmt: on
-        constants = {"LAYERS": group.layers, "BLOCK_K": blocks.columns, **self._constants}
         grid = self._grid(group.count * num_splits)
         # All that Triton compiles the kernel for; see Launcher.
         key = (*self._key, group.key, x.dtype, x.stride(0), aligned(x))
@@ -177,10 +180,18 @@ class TritonBatch:
             *group.outputs, *group.offsets, y.stride(0), num_splits, self._num_tokens,
         )
         # fmt: on
-        constants = {"LAYERS": group.layers, "BLOCK_N": blocks.columns, **self._constants}
+        constants = {"BLOCK_N": blocks.columns, **self._constants_of(group)}
         key = (*self._key, group.key, y.dtype, y.stride(0), aligned(y))
         grid = self._grid(num_blocks)
         self._plan.expand(key, grid, arguments, constants, self._options(blocks))
+
+    def _constants_of(self, group: LaunchGroup) -> dict[str, Any]:
+        """Return the constants of a group's launches."""
+        product = self._product
+        splits = (
+            product.shrink_splits if product else self._form.splits_of(group.inputs, group.count)
+        )
+        return {"LAYERS": group.layers, "SPLITS": splits, **self._constants}
 
     def _options(self, blocks: Blocks) -> dict[str, Any]:
         """Return a kernel's options of compilation and launch."""
@@ -235,8 +246,8 @@ class TritonRows(TritonBatch):
     def _token_constants(self, group: LaunchGroup, names: Sequence[str]) -> dict[str, Any]:
         """Return the constants of these names, and those of rows of tokens."""
         own = {"LAYERS": group.layers, "ROWS": self._form.rank_rows}
-        known = {name: self._constants[name] for name in names}
-        return known | own | {"DIGITS": NUM_DIGITS, "DIGIT": DIGIT}
+        known = self._constants_of(group)
+        return {name: known[name] for name in names} | own | {"DIGITS": NUM_DIGITS, "DIGIT": DIGIT}
 
 
 class TritonEnds(TritonRows):

@@ -4,7 +4,7 @@
     head:       z[token(p), id(r)] = s[p, r]        s = R x, which the shrink has left
 
 A row's id lies in Bt, in digits (peft/tokens.py). Tiles, records and pools are those of the shrink
-(triton_shrink.py). No kernel here starts before the one ahead of it has ended.
+(shrink.py). No kernel here starts before the one ahead of it has ended.
 """
 
 from typing import Any

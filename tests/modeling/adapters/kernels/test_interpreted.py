@@ -32,12 +32,12 @@ CASES = [
 CPU = torch.device("cpu")
 RANKS = [8, 16, 1, 24, 5, 3, 16, 32]
 FORM = Form(64, 8, 16, 4, Blocks(32, 4), Blocks(16, 4), programs=8)
-GATED = replace(FORM, summed=True, gated=Blocks(16, 4))
+SUMMED = replace(FORM, splits=1, summed=True, part=32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("rows", [[(s, 1) for s in range(-1, 8)] * 3, [(3, 9), (-1, 4), (7, 2)]])
-@pytest.mark.parametrize("form", [FORM, GATED], ids=["few", "many"])
+@pytest.mark.parametrize("form", [FORM, SUMMED], ids=["few", "many"])
 def test_output_rows_beside_plain_adapters_and_the_base(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, rows: list[tuple[int, int]], form: Form
 ) -> None:
@@ -64,39 +64,6 @@ def test_output_rows_beside_plain_adapters_and_the_base(
             data.add(y, x, layer, case.targets)
             torch.testing.assert_close(y.double(), expected, rtol=2e-3, atol=2e-3)
             assert torch.equal(y[of < 0], before[of < 0])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("rows", [[(s, 1) for s in range(-1, 8)] * 3, [(3, 19), (-1, 4), (7, 9)]])
-def test_deltas_of_gate_and_up_beside_silu(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, rows: list[tuple[int, int]]
-) -> None:
-    pytest.importorskip("triton")
-    from modeling.adapters.kernels import buffers
-    from modeling.adapters.kernels.plan import TritonPlan
-
-    monkeypatch.setattr(buffers, "Launcher", Interpreted)
-    ranks = torch.tensor(RANKS)[:, None, None].repeat(1, 2, NUM_LAYERS)
-    ranks[0, :, 1], ranks[3, 0], ranks[4, 1] = 0, 0, 0
-    bank = fill_bank([(48, 40)] * 2, ranks, dtype, CPU, max_rank=32)
-    slots, lengths = [list(column) for column in zip(*rows, strict=True)]
-    of = torch.tensor([slot for slot, length in rows for _ in range(length)])
-    targets = OutputSlice(0, 0), OutputSlice(1, 40)
-    plan: Any = TritonPlan(bank, len(of) + 5, [GATED])
-    for captured in (False, True):
-        plan.partials.fill_(float("nan"))
-        tiles = plan.update(slots, lengths)
-        data = plan.batch(len(of), None if captured else tiles)
-        for layer in range(NUM_LAYERS):
-            x, y = torch.randn(len(of), 48).to(dtype), torch.randn(len(of), 80).to(dtype)
-            gate, up = truth(bank, y, x, layer, targets, of).chunk(2, dim=1)
-            expected = torch.nn.functional.silu(gate) * up
-            before = y.clone()
-            found = data.gated(y, x, layer, targets)
-            torch.testing.assert_close(found.double(), expected, rtol=4e-3, atol=4e-3)
-            assert torch.equal(y, before)
-    assert data.gated(y, x, 0, targets[:1]) is None, "gate alone"
-    assert plan.batch(len(of), 0).gated(y, x, 0, targets) is None, "no adapter"
 
 
 class Rounded(DenseWeight):

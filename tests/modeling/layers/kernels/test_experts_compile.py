@@ -45,6 +45,7 @@ class Compiled:
         import triton
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
+        from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
         kernel = launcher._kernel
         name, names = kernel.fn.__name__, kernel.arg_names
@@ -65,7 +66,8 @@ class Compiled:
             for i, own in enumerate(arguments)
             if tensors[i] or (types[i] == "i32" and known[i] and own % 16 == 0)
         }
-        source = ASTSource(kernel, signature, values, aligned)
+        kind = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
+        source = kind(kernel, signature, values, aligned)
         made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(options))
         self.codes.append(made.asm["cubin"])
         self.names.add(name)
