@@ -23,6 +23,8 @@ from sharding.group import TensorParallel
 from sharding.slicing import Segments
 from tests.modeling.parity.comparison import BASE, Setting, World, compare, expect_mismatch
 
+pytestmark = pytest.mark.sweep
+
 GEMMA2 = Setting("generic", "gemma2", 1, [BASE, "r8"])
 GEMMA2_CUT = Setting("generic", "gemma2", 2, [BASE, "r8"])
 MINISTRAL = Setting("generic", "ministral", 1, [BASE, "r8"])

@@ -16,6 +16,8 @@ from modeling.runner.input_batch import StepLayout
 from tests.modeling.parity.comparison import BASE, Setting, World, compare, expect_mismatch
 from tests.modeling.runner.test_recurrent_graphs import replay
 
+pytestmark = pytest.mark.sweep
+
 DELTA_NET = Setting("generic", "qwen3_5_text", 1, [BASE, "r8"])
 CONVOLUTION = Setting("generic", "lfm2", 2, [BASE, "r8"])
 SETTINGS = pytest.mark.parametrize("setting", [DELTA_NET, CONVOLUTION], ids=lambda s: s.variant)
