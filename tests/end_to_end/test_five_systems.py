@@ -42,7 +42,7 @@ NUM_TOKENS = 16
 VOCAB_SIZE = 96
 LARGE = "r16"
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.sweep]
 
 
 @dataclass(frozen=True)
@@ -97,13 +97,8 @@ FAMILIES: Mapping[str, System] = {
 HAS_FAMILIES = os.environ.get("LORAY_TEST_SYSTEMS") == "families"
 SYSTEMS = FAMILIES if HAS_FAMILIES else SEEDS
 
-TWO = ("gpt2", "padded")
-"""What the suite has time for: a paged system over two ranks, and the padded one."""
-
-SETS = [
-    pytest.param(tuple(SYSTEMS), id="five", marks=() if HAS_FAMILIES else pytest.mark.sweep),
-    *([] if HAS_FAMILIES else [pytest.param(TWO, id="two")]),
-]
+NEIGHBOURS = dict(zip(SYSTEMS, [*list(SYSTEMS)[1:], next(iter(SYSTEMS))], strict=True))
+"""The system whose adapters each system gets requests for, and must refuse."""
 
 
 @dataclass(frozen=True)
@@ -117,17 +112,11 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Several:
+class Five:
     """The served systems, and every question: the base and both adapters of each."""
 
     served: Served
-    names: Sequence[str]
     questions: list[Question]
-
-    @property
-    def neighbours(self) -> dict[str, str]:
-        """The system whose adapters each system gets requests for, and must refuse."""
-        return dict(zip(self.names, [*self.names[1:], self.names[0]], strict=True))
 
 
 def write_words(folder: Path) -> None:
@@ -192,30 +181,28 @@ def application(root: Path, name: str) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module", params=SETS)
-def several(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Several]:
-    root, names = tmp_path_factory.mktemp("several"), request.param
-    questions = [question for name in names for question in write_system(root, name)]
+@pytest.fixture(scope="module")
+def five(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Five]:
+    root = tmp_path_factory.mktemp("five")
+    questions = [question for name in SYSTEMS for question in write_system(root, name)]
     port = free_port()
     config = {
         "proxy_location": "EveryNode",
         "http_options": {"host": "127.0.0.1", "port": port},
-        "applications": [application(root, name) for name in names],
+        "applications": [application(root, name) for name in SYSTEMS],
     }
     path = root / "config.yaml"
     path.write_text(yaml.safe_dump(config))
     served = start(path, port)
-    yield Several(served, names, questions)
+    yield Five(served, questions)
     stop(served)
 
 
-def together(several: Several, asks: Sequence[Ask]) -> list[httpx.Response]:
+def together(five: Five, asks: Sequence[Ask]) -> list[httpx.Response]:
     """All replies to simultaneous requests, in order."""
 
     async def story() -> list[httpx.Response]:
-        url = several.served.url
+        url = five.served.url
         async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_SECONDS) as client:
             return await asyncio.gather(*(ask(client) for ask in asks))
 
@@ -254,43 +241,43 @@ def right(question: Question, reply: httpx.Response) -> None:
     assert reply.json()["usage"]["completion_tokens"] == NUM_TOKENS, where
 
 
-def test_each_answers_under_its_prefix(several: Several) -> None:
-    text = "\n".join(several.served.output)
-    with httpx.Client(base_url=several.served.url, timeout=PATIENCE_SECONDS) as client:
-        for system in several.names:
-            assert f" on {several.served.url}/{system}\n" in text
+def test_each_answers_under_its_prefix(five: Five) -> None:
+    text = "\n".join(five.served.output)
+    with httpx.Client(base_url=five.served.url, timeout=PATIENCE_SECONDS) as client:
+        for system in SYSTEMS:
+            assert f" on {five.served.url}/{system}\n" in text
             assert client.get(f"/{system}/health").status_code == 200
             listed = {model["id"] for model in client.get(f"/{system}/v1/models").json()["data"]}
             assert system in listed
-            assert not listed & ({*several.names} - {system})
+            assert not listed & (SYSTEMS.keys() - {system})
         assert client.get("/missing/health").status_code == 404
 
 
-def test_bases_and_adapters_of_all_at_once(several: Several) -> None:
-    asks = [partial(complete, q.system, q.model, q.prompt) for q in several.questions]
-    for question, reply in zip(several.questions, together(several, asks), strict=True):
+def test_bases_and_adapters_of_all_at_once(five: Five) -> None:
+    asks = [partial(complete, q.system, q.model, q.prompt) for q in five.questions]
+    for question, reply in zip(five.questions, together(five, asks), strict=True):
         right(question, reply)
 
 
-def test_text_in_the_other_dialect(several: Several) -> None:
-    own = [question for question in several.questions if question.system == several.names[-2]]
+def test_text_in_the_other_dialect(five: Five) -> None:
+    own = [question for question in five.questions if question.system == list(SYSTEMS)[3]]
     asks = [
         partial(generate, q.system, None if q.model == q.system else q.model, q.prompt) for q in own
     ]
-    for question, reply in zip(own, together(several, asks), strict=True):
+    for question, reply in zip(own, together(five, asks), strict=True):
         assert reply.status_code == 200, reply.text
         answer = reply.json()
         assert answer["generated_text"].split() == words(question.tokens).split()
         assert [token["id"] for token in answer["details"]["tokens"]] == question.tokens
 
 
-def test_adapters_of_another_system_are_refused_while_others_go_on(several: Several) -> None:
-    prompt = several.questions[0].prompt
-    strange = [(system, f"{other}-{LARGE}", prompt) for system, other in several.neighbours.items()]
-    good = [partial(complete, q.system, q.model, q.prompt) for q in several.questions]
+def test_adapters_of_another_system_are_refused_while_others_go_on(five: Five) -> None:
+    prompt = five.questions[0].prompt
+    strange = [(system, f"{other}-{LARGE}", prompt) for system, other in NEIGHBOURS.items()]
+    good = [partial(complete, q.system, q.model, q.prompt) for q in five.questions]
     bad = [partial(ask, *misfit) for misfit in strange for ask in (complete, generate)]
-    replies = together(several, [*bad, *good])
-    for question, reply in zip(several.questions, replies[len(bad) :], strict=True):
+    replies = together(five, [*bad, *good])
+    for question, reply in zip(five.questions, replies[len(bad) :], strict=True):
         right(question, reply)
     for i, (system, adapter, _) in enumerate(strange):
         openai, lorax = replies[2 * i : 2 * i + 2]
