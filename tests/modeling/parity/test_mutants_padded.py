@@ -19,9 +19,6 @@ from tests.modeling.parity.comparison import BASE, WHOLE, Mismatch, Setting
 MIXED = [BASE, "r4", "rows", "columns"]
 
 
-pytestmark = pytest.mark.sweep
-
-
 @pytest.fixture(scope="module")
 def padded(tmp_path_factory: pytest.TempPathFactory) -> PaddedWorld:
     return PaddedWorld(tmp_path_factory.mktemp("padded"))
