@@ -15,7 +15,6 @@ import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList
 
 from modeling.models.generic import mixer_functions
 from tests import solar
@@ -414,20 +413,18 @@ def oracle_logits(model: Callable[..., Any], tokens: Sequence[int]) -> torch.Ten
 
 @torch.no_grad()
 def oracle_answer(
-    model: Any, prompt: Sequence[int], num_tokens: int, forced: Sequence[int] | None = None
+    model: Any, prompt: Sequence[int], num_tokens: int
 ) -> tuple[list[int], torch.Tensor]:
     """What the model's own `generate` says: greedy tokens, and the logits that each is taken from.
 
-    Logits are [tokens, vocab_size], float32. forced: tokens to go on with, whatever is best.
+    Logits are [tokens, vocab_size], float32.
     """
-    force = LogitsProcessorList([] if forced is None else [_Forced(len(prompt), forced)])
     ids = torch.tensor([list(prompt)])
     said = model.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=num_tokens,
         do_sample=False,
-        logits_processor=force,
         return_dict_in_generate=True,
         output_logits=True,
     )
@@ -437,15 +434,3 @@ def oracle_answer(
 def oracle_greedy(model: Any, prompt: Sequence[int], num_tokens: int) -> list[int]:
     """The greedy continuation of the model's own `generate`; stop tokens are ignored."""
     return oracle_answer(model, prompt, num_tokens)[0]
-
-
-class _Forced(LogitsProcessor):
-    """Let `generate` go on with these tokens; the logits that it reports stay the model's."""
-
-    def __init__(self, start: int, tokens: Sequence[int]) -> None:
-        self._start, self._tokens = start, tokens
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        found = torch.full_like(scores, -float("inf"))
-        found[:, self._tokens[input_ids.shape[1] - self._start]] = 0.0
-        return found

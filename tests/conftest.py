@@ -1,7 +1,9 @@
 """How the suite runs: nothing is timed, and worker processes share it out by files (`-n 2`)."""
 
 import gc
+import ssl
 from collections.abc import Generator, Iterator
+from functools import cache
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -25,6 +27,14 @@ def _conversions_in_forks() -> Iterator[None]:
     """Tokenizers are read in forks, in most tests (`tests/conversions.py`)."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(conversion, "run", in_forks(conversion.run))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _certificates_once() -> Iterator[None]:
+    """Every HTTP client reads all certificates anew, and nearly every test has one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ssl, "create_default_context", cache(ssl.create_default_context))
         yield
 
 

@@ -73,15 +73,22 @@ def _exact(model: Any) -> Any:
 @lru_cache(maxsize=512)
 def _run(folder: Path, adapter: Path | None, prompt: tuple[int, ...]) -> _OracleRun:
     model = _model(folder, adapter)
-    tokens, logits = oracle_answer(model, prompt, NUM_TOKENS)
-    found = Truth(tokens, logits)
-    rounded = Truth(*oracle_answer(model.float(), prompt, NUM_TOKENS, tokens))
+    found = Truth(*oracle_answer(model, prompt, NUM_TOKENS))
+    # Two passes of one kind differ by rounding alone, or by the adapter alone.
+    whole = _in_one_pass(model, prompt, found.tokens)
+    rounded = _in_one_pass(model.float(), prompt, found.tokens)
     _exact(model)  # Its weights are those of before.
-    drift = float((rounded.logprobs - found.logprobs).abs().max())
+    drift = float((rounded.logprobs - whole.logprobs).abs().max())
     if adapter is None:
         return _OracleRun(found, drift, inf)
-    _, base = oracle_answer(_model(folder, None), prompt, NUM_TOKENS, tokens)
-    return _OracleRun(found, drift, float((base - found.logits).abs().amax(-1).min()))
+    base = _in_one_pass(_model(folder, None), prompt, found.tokens)
+    return _OracleRun(found, drift, float((base.logits - whole.logits).abs().amax(-1).min()))
+
+
+def _in_one_pass(model: Any, prompt: Sequence[int], tokens: list[int]) -> Truth:
+    """These tokens, and the logits that each would be taken from, of one pass over all."""
+    logits = oracle_logits(model, [*prompt, *tokens[:-1]])
+    return Truth(tokens, logits[len(prompt) - 1 :])
 
 
 def truth(folder: Path, adapter: Path | None, prompt: Sequence[int]) -> Truth:

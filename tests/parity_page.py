@@ -110,11 +110,6 @@ ORACLE: Mapping[str, tuple[str, str]] = {
         "what a float32 runner is off by is then its own rounding. Norms and softmaxes stay in "
         "float32, as their code says, and so does GPT-2 with `reorder_and_upcast_attn`",
     ),
-    "a `LogitsProcessor` names the next token": (
-        "`oracle_answer`",
-        "the float32 and the base model's runs go the way of the answer that is judged; what is "
-        "compared is taken before it",
-    ),
     "PEFT's fresh adapters get random numbers": (
         "`write_adapter`",
         "B is zero in a new adapter, and would change nothing",

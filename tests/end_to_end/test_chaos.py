@@ -106,6 +106,7 @@ class Chaos:
                 self.strikes[target] += 1
 
 
+@pytest.mark.sweep
 def test_chaos(served: Served, answers: Answers) -> None:
     async def play() -> Chaos:
         chaos = Chaos(served, answers)

@@ -14,9 +14,12 @@ from prometheus_client.samples import Sample
 
 from tests.end_to_end.clients import MODELS, Answers, adapter_of, wait_for
 from tests.end_to_end.serving import PATIENCE_SECONDS, Served
+from tests.sweeps import swept
 
 QUESTION = "What is the capital of France?"
 LONGEST = 160
+FEW = ("base", "pirate")
+"""`test_serve.py` asks all of them."""
 
 pytestmark = pytest.mark.ray
 
@@ -29,7 +32,7 @@ def model_name(model: str) -> str:
     return "loray-demo" if model == "base" else model
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", swept(MODELS, lambda model: model in FEW))
 def test_lorax_client(served: Served, answers: Answers, model: str) -> None:
     client = Client(served.url, timeout=PATIENCE_SECONDS)
     expected = answers[model][QUESTION]["raw"]
@@ -55,7 +58,7 @@ def test_lorax_client_async(served: Served, answers: Answers) -> None:
     assert asyncio.run(ask()) == [answers[model][QUESTION]["raw"] for model in MODELS]
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", swept(MODELS, lambda model: model in FEW))
 def test_openai_client(served: Served, answers: Answers, model: str) -> None:
     with openai_client(served) as client:
         expected = answers[model][QUESTION]
@@ -85,7 +88,7 @@ def test_openai_client(served: Served, answers: Answers, model: str) -> None:
         assert usage.completion_tokens > 3
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", swept(MODELS, lambda model: model in FEW))
 def test_openai_client_scores_and_embeds(served: Served, answers: Answers, model: str) -> None:
     """Each model finds its own answer the likeliest, token by token, and no other's."""
     name = model_name(model)
@@ -130,7 +133,7 @@ def test_openai_client_tools(served: Served) -> None:
         assert [event.arguments for event in done] == [call.function.arguments]
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", swept(MODELS, lambda model: model in FEW))
 def test_openai_client_responses(served: Served, answers: Answers, model: str) -> None:
     with openai_client(served) as client:
         body: Any = {"model": model_name(model), "input": QUESTION, "temperature": 0}
@@ -152,7 +155,7 @@ def test_openai_client_choices(served: Served) -> None:
             assert reply.choices[0].finish_reason == "stop"
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", swept(MODELS, lambda model: model in FEW))
 def test_anthropics_client(served: Served, answers: Answers, model: str) -> None:
     expected = answers[model][QUESTION]["chat"]
     client = anthropic.Anthropic(base_url=served.url, api_key="none", timeout=PATIENCE_SECONDS)

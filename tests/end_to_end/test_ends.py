@@ -31,7 +31,7 @@ def own(tmp_path: Path) -> Iterator[Served]:
     """A server that a test may end."""
     port = free_port()
     path = tmp_path / "config.yaml"
-    config = demo_config(port)
+    config = demo_config(port, standby=False)
     engine = config["applications"][0]["args"]["engine"]
     engine["tensor_parallel"] = 1
     # Ranks that a test stops do not count as lost.

@@ -42,7 +42,7 @@ NUM_TOKENS = 16
 VOCAB_SIZE = 96
 LARGE = "r16"
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.sweep]
 
 
 @dataclass(frozen=True)

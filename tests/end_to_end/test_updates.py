@@ -91,6 +91,7 @@ def test_replicas_come_and_go_without_restarting_the_first(
     assert drivers(served) == [first], "going back to the first numbers restarted the driver"
 
 
+@pytest.mark.sweep
 def test_to_zero_replicas_and_back(served: Served, answers: Answers) -> None:
     config = started_config(served)
     driver_options(config)["autoscaling_config"] = {

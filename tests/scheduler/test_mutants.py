@@ -22,6 +22,7 @@ from scheduler.scheduler import Scheduler
 from scheduler.step import StepBuilder
 from tests.scheduler.stage import play
 from tests.strategies import Story, stories
+from tests.sweeps import swept
 
 Patch = pytest.MonkeyPatch
 
@@ -213,13 +214,18 @@ def goes_wrong(story: Story) -> bool:
     return False
 
 
-@pytest.mark.parametrize("mutate", MUTANTS)
+QUICK = (free_before_apply, find_the_next_block)
+"""Those that the first stories find."""
+
+
+@pytest.mark.parametrize("mutate", swept(MUTANTS, lambda mutate: mutate in QUICK))
 def test_a_planted_bug_is_found(mutate: Callable[[Patch], None], monkeypatch: Patch) -> None:
     mutate(monkeypatch)
     no_checks(monkeypatch)
     find(stories(), goes_wrong, settings=HUNT)
 
 
+@pytest.mark.sweep
 def test_the_hunt_finds_nothing_without_a_bug() -> None:
     """The same stories end well when nothing is planted, so what is found is the bug."""
     calm = settings(HUNT, max_examples=60)

@@ -222,6 +222,7 @@ def small(name: str) -> Play:
     return replace(play, what=replace(case, input_length=16, output_length=4))
 
 
+@pytest.mark.sweep
 def test_our_server_answers_mixed_ranks_and_plain_ones(ours: LoadTarget) -> None:
     rows = played(ours, small("lora32-c64"), small("mixed32-c64"))
     assert [(row["case"], row["errors"]) for row in rows] == [("lora32-c64", 0), ("mixed32-c64", 0)]
@@ -237,6 +238,7 @@ def test_our_server_is_fair_to_every_adapter(ours: LoadTarget) -> None:
     assert (row["case"], row["requests"], row["errors"]) == ("flood", 6, 0)
 
 
+@pytest.mark.sweep
 def test_our_server_answers_what_comes_by_chance(ours: LoadTarget) -> None:
     steady, highest = (play.what for play in groups(SMALL)["open-loop"].plays)
     assert isinstance(steady, Open)

@@ -19,8 +19,9 @@ from schemathesis.specs.openapi.checks import (
 
 from deployments.ingress.openapi.document import operations
 from tests.deployments.ingress.conftest import PATIENCE, Server
+from tests.sweeps import swept
 
-EXAMPLES = 15
+FEW, MANY = 4, 15
 CHECKS = [
     not_a_server_error,
     status_code_conformance,
@@ -52,6 +53,7 @@ def _stories() -> list[tuple[str, str, GenerationMode]]:
     return stories
 
 
+@pytest.mark.parametrize("examples", swept([FEW, MANY], lambda examples: examples == FEW))
 @pytest.mark.parametrize(("method", "path", "mode"), _stories())
 def test_replies_keep_to_the_document(
     server: Server,
@@ -60,12 +62,13 @@ def test_replies_keep_to_the_document(
     method: str,
     path: str,
     mode: GenerationMode,
+    examples: int,
 ) -> None:
     strategy = schema[path][method.upper()].as_strategy(generation_mode=mode)
 
     @seed(20)
     @settings(
-        max_examples=EXAMPLES, deadline=None, database=None,
+        max_examples=examples, deadline=None, database=None,
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     @given(strategy)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from tests.checkpoints import load_oracle
 from tests.oracle import inner_states
 from tests.served import demo_app, demo_config, served
 from tests.speculation_sweep import known_drafts
+from tests.sweeps import swept, swept_rows
 
 HEADS: dict[str, object] = {"kind": "medusa", "model": "configs/demo/heads"}
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 7}
@@ -103,7 +105,10 @@ def plain() -> Plain:
 
 @pytest.mark.parametrize(
     ("ranks", "kind"),
-    [(1, "medusa"), (2, "medusa"), (1, "prompt_lookup"), (2, "prompt_lookup")],
+    swept_rows(
+        product((1, 2), ("medusa", "prompt_lookup")),
+        lambda ranks, kind: (ranks == 1) == (kind == "medusa"),
+    ),
 )
 def test_the_demos_drafts_change_no_token(
     plain: Plain, monkeypatch: pytest.MonkeyPatch, ranks: int, kind: str
@@ -127,7 +132,7 @@ def test_the_demos_drafts_change_no_token(
         assert sum(token["skipped"] for token in tokens) > len(tokens) // 5
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", swept([1, 2], lambda ranks: ranks == 2))
 def test_eagle3_heads_change_no_token(
     plain: Plain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
 ) -> None:

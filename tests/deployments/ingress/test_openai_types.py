@@ -21,6 +21,7 @@ from pydantic import BaseModel, TypeAdapter
 from deployments.contract import ErrorKind, Failed
 from tests.deployments.ingress.openai.openai_http import CHAT, COMPLETIONS, HELLO
 from tests.fakes import FakeDriver, Unreliable
+from tests.sweeps import swept
 
 pytestmark = pytest.mark.usefixtures("room_for_tools")
 
@@ -93,7 +94,7 @@ def as_typed(reply: dict[str, Any]) -> dict[str, Any]:
     return reply
 
 
-@pytest.mark.parametrize("answer", [CALLS, "plain END text", ""])
+@pytest.mark.parametrize("answer", swept([CALLS, "plain END text", ""], bool))
 @pytest.mark.parametrize(("path", "body"), CASES)
 def test_objects_and_events_are_the_clients_own(
     http: httpx.Client, driver: FakeDriver, path: str, body: dict[str, Any], answer: str

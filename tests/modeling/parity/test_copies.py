@@ -26,6 +26,7 @@ from tests.modeling.parity.comparison import (
     engine_config,
 )
 from tests.ranks import run_in_memory
+from tests.sweeps import swept, swept_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -41,8 +42,18 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize(("family", "variant"), SHAPES)
+SUITE = {
+    ("llama_copies", "odd_vocab", 2),
+    ("gpt2_copies", "untied", 1),
+    ("opt_copies", "projected", 2),
+}
+"""Each form of the ends once; whole vocabularies and cut ones."""
+
+
+@pytest.mark.parametrize(
+    ("family", "variant", "ranks"),
+    swept_rows(((*shape, n) for shape in SHAPES for n in (1, 2, 4)), lambda *row: row in SUITE),
+)
 def test_copies_that_say_nothing_new_are_served(
     world: World, family: str, variant: str, ranks: int
 ) -> None:
@@ -90,7 +101,7 @@ def staged(model: Path, folder: Path, ranks: int, dtype: DType = DType.AUTO) -> 
     return run_in_memory(ranks, stage)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", swept([1, 2, 4], lambda ranks: ranks == 2))
 @pytest.mark.parametrize("index", [0, 1])
 @pytest.mark.parametrize("row", [0, -1])
 def test_one_other_number_in_a_copy_is_noticed(

@@ -14,6 +14,7 @@ from modeling.adapters.row_norms import RowNorms
 from modeling.adapters.stacks import LoraStack
 from tests.modeling.kinds import once
 from tests.modeling.parity.comparison import BASE, WHOLE, Setting, World, compare, expect_mismatch
+from tests.sweeps import swept_rows
 
 OTHERS = [
     ("llama_dora", "biases"),
@@ -43,7 +44,9 @@ def test_alone(world: World) -> None:
     compare(world, Setting("gpt2_dora", "plain", 1, ["dora"], chunk=WHOLE))
 
 
-@pytest.mark.parametrize(("family", "variant"), OTHERS)
+@pytest.mark.parametrize(
+    ("family", "variant"), swept_rows(OTHERS, lambda family, _: family == "fused_dora")
+)
 def test_other_families(world: World, family: str, variant: str) -> None:
     compare(world, Setting(family, variant, 2, MIXED))
 

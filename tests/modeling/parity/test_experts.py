@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from tests.modeling.parity.comparison import (
     engine_config,
     expect_mismatch,
 )
+from tests.sweeps import swept, swept_rows
 
 # PEFT looks for patterns of parameters among modules, and warns that it found none.
 pytestmark = pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")
@@ -56,7 +58,7 @@ MODULES = Setting("converted", "qwen3_moe", 1, ["modules"])
 FEW = Setting("converted", "qwen3_moe", 1, ["few", BASE])
 
 
-@pytest.mark.parametrize("variant", MIXTURES)
+@pytest.mark.parametrize("variant", swept(MIXTURES, lambda variant: variant == "mixtral"))
 def test_checkpoints_of_the_decoder_alone(world: World, variant: str) -> None:
     """Tensors without `model.`, in some layers or in all, as transformers loads them."""
     compare(world, Setting("headless", variant, 2, [BASE, "parameters"]))
@@ -77,19 +79,27 @@ def test_experts_of_which_some_are_named_in_full_are_refused(tmp_path: Path) -> 
         load_model(engine_config(folder), SingleRank(), torch.device("cpu"))
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("variant", VARIANTS)
+SUITE = {("qwen3_moe", 1), ("qwen3_moe", 2), ("deepseek_v3", 2), ("gpt_oss", 2), ("mixtral", 4)}
+
+
+@pytest.mark.parametrize(
+    ("variant", "ranks"), swept_rows(product(VARIANTS, (1, 2, 4)), lambda *row: row in SUITE)
+)
 def test_experts(world: World, variant: str, ranks: int) -> None:
     """Base and adapters in one batch; everything: attention, experts, shared ones and router."""
     compare(world, Setting("mixture", variant, ranks, [*NAMES, *MORE.get(variant, [])]))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("variant", WIDER)
 def test_more_types(world: World, variant: str) -> None:
     compare(world, Setting("mixture", variant, 2, [*NAMES, "router", "down", "r8"]))
 
 
-@pytest.mark.parametrize(("variant", "ranks"), [*FEW_SPREAD, ("six_experts", 4)])
+@pytest.mark.parametrize(
+    ("variant", "ranks"),
+    swept_rows([*FEW_SPREAD, ("six_experts", 4)], lambda variant, _: variant == "qwen3_moe"),
+)
 def test_whole_experts_on_each_rank(world: World, variant: str, ranks: int) -> None:
     """Six over four ranks: two of them have two, two have one."""
     names = [*NAMES, *MORE.get(variant, [])]
@@ -117,8 +127,10 @@ def test_where_whole_experts_were_not_compared(world: World) -> None:
     assert RoutedLayers(causal, plan, 0, over=two).own
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("variant", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize(
+    ("variant", "ranks"),
+    swept_rows(product(("qwen3_moe", "mixtral"), (1, 2, 4)), lambda *row: row == ("qwen3_moe", 2)),
+)
 def test_what_peft_converts(world: World, variant: str, ranks: int) -> None:
     """Modules of single experts, as they are and as PEFT saves them again.
 

@@ -43,6 +43,7 @@ from tests.modeling.parity.comparison import (
 from tests.modeling.stepping import Asked, generate
 from tests.oracle import prompt_truth
 from tests.ranks import run_ranks
+from tests.sweeps import swept
 
 FIRST = {"gpt2": "plain", "opt": "plain", "gpt_neox": "parallel"}
 """The variant that each family is tried with in every way."""
@@ -61,27 +62,28 @@ Cut = Callable[[Segments, int], Segments]
 MIXED = [BASE, "r4", "r16", "rows"]
 
 
-@pytest.mark.parametrize("name", [BASE, *GPT2_ADAPTERS])
+@pytest.mark.parametrize("name", swept([BASE, *GPT2_ADAPTERS], lambda name: name in (BASE, "rows")))
 @pytest.mark.parametrize("family", FIRST)
 def test_alone(world: World, family: str, name: str) -> None:
     compare(world, Setting(family, FIRST[family], 1, [name], chunk=WHOLE))
 
 
-@pytest.mark.parametrize("name", [BASE, "columns", "rows"])
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", swept([BASE, "columns", "rows"], lambda name: name != "columns"))
+@pytest.mark.parametrize("ranks", swept([2, 4], lambda ranks: ranks == 2))
 @pytest.mark.parametrize("family", FIRST)
 def test_alone_on_ranks(world: World, family: str, ranks: int, name: str) -> None:
     """Over gloo, as a server's ranks are."""
     compare(world, Setting(family, FIRST[family], ranks, [name], chunk=WHOLE), run=run_ranks)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", swept([1, 2, 4], lambda ranks: ranks < 4))
 @pytest.mark.parametrize("family", FIRST)
 def test_together(world: World, family: str, ranks: int) -> None:
     """All adapters and the base in one batch, prompts in chunks beside rows that decode."""
     compare(world, Setting(family, FIRST[family], ranks, [BASE, *ADAPTERS[family]]))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("family", "variant"), OTHERS)
 def test_other_shapes(world: World, family: str, variant: str) -> None:
     compare(world, Setting(family, variant, 2, MIXED))

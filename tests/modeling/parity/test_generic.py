@@ -1,6 +1,7 @@
 """Every family that is paged by transformers' own modules, against transformers + PEFT."""
 
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from tests.modeling.parity.comparison import (
 from tests.modeling.stepping import Asked
 from tests.oracle import TOLERANCE
 from tests.ranks import run_in_memory
+from tests.sweeps import swept, swept_rows
 
 # PEFT looks for patterns of parameters among modules, and warns that it found none.
 pytestmark = pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")
@@ -35,15 +37,30 @@ TOWERS = ("gemma3", "llava", "smolvlm")
 EVERYONE = [BASE, "r8", "columns", "rows"]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("variant", GENERIC)
+MAIN = {
+    *("gemma2", "gemma4_text", "glm4", "granite_hybrid", "lfm2", "llama4_text", "olmo2"),
+    "qwen3_5_text",
+}
+"""Those whose layers differ most; every type has its own cell in `models/test_generic_types.py`."""
+
+CUT = {"gemma2", "llama4_text", "qwen3_5_text"}
+
+
+@pytest.mark.parametrize(
+    ("variant", "ranks"),
+    swept_rows(product(GENERIC, (1, 2)), lambda name, n: name in (MAIN if n == 1 else CUT)),
+)
 def test_together(world: World, variant: str, ranks: int) -> None:
     """Base and adapters in one batch, prompts in chunks beside rows that decode."""
     compare(world, Setting("generic", variant, ranks, EVERYONE))
 
 
 @pytest.mark.parametrize(
-    "variant", ["gemma2", "olmo3", "deepseek_v3", "gpt_oss", "qwen3_5_text", "granite_hybrid"]
+    "variant",
+    swept(
+        ["gemma2", "olmo3", "deepseek_v3", "gpt_oss", "qwen3_5_text", "granite_hybrid"],
+        lambda variant: variant in ("gemma2", "gpt_oss", "qwen3_5_text"),
+    ),
 )
 def test_scheduled(world: World, variant: str) -> None:
     """Under the real scheduler: prefix hits, and requests that are preempted and lost."""
@@ -52,7 +69,13 @@ def test_scheduled(world: World, variant: str) -> None:
     compare(world, Setting(family, variant, 1, [BASE, BASE, "r8"], lengths=lengths, lost_at=9))
 
 
-@pytest.mark.parametrize("variant", ["gemma3_text", "ministral", "gemma4_text", "llama4_text"])
+@pytest.mark.parametrize(
+    "variant",
+    swept(
+        ["gemma3_text", "ministral", "gemma4_text", "llama4_text"],
+        lambda variant: variant == "gemma4_text",
+    ),
+)
 def test_blocks_behind_windows_serve_other_tokens(world: World, variant: str) -> None:
     """Four requests of up to 94 tokens, in memory that holds one of them whole."""
     lengths = (70, 61, 53, 70)
@@ -60,19 +83,28 @@ def test_blocks_behind_windows_serve_other_tokens(world: World, variant: str) ->
     compare(world, Setting("generic", variant, 1, names, lengths=lengths, blocks=12))
 
 
-@pytest.mark.parametrize("variant", ["gemma2_untied", "cohere_untied", "glm4"])
+@pytest.mark.parametrize(
+    "variant",
+    swept(["gemma2_untied", "cohere_untied", "glm4"], lambda variant: variant == "gemma2_untied"),
+)
 def test_vocabulary(world: World, variant: str) -> None:
     """Adapters on embedding and head too."""
     names = [BASE, "everything"]
     compare(world, Setting("generic_ends", variant, 2, names, vocabulary=True))
 
 
+SEEN = {"gemma3", "llava", "qwen3_5", "qwen3_vl"}
+"""A tower whose adapters reach it, one whose do not, recurrent layers, states between layers."""
+
 LARGER = [
     pytest.param(
         variant,
-        marks=pytest.mark.skipif(
-            variant == "llama4" and transformers.__version__ == "5.24.0",
-            reason="this transformers fails on it itself: no image_outputs",
+        marks=(
+            pytest.mark.skipif(
+                variant == "llama4" and transformers.__version__ == "5.24.0",
+                reason="this transformers fails on it itself: no image_outputs",
+            ),
+            *(() if variant in SEEN else (pytest.mark.sweep,)),
         ),
     )
     for variant in (
@@ -97,12 +129,19 @@ def compare_stack(world: World, variant: str) -> None:
     compare(world, Setting("stack", variant, 2, [BASE, adapter]))
 
 
-@pytest.mark.parametrize("variant", ["llama4_causal", "qwen3_5_causal", "qwen3_5_moe_causal"])
+@pytest.mark.parametrize(
+    "variant",
+    swept(
+        ["llama4_causal", "qwen3_5_causal", "qwen3_5_moe_causal"],
+        lambda variant: variant == "qwen3_5_causal",
+    ),
+)
 def test_decoders_by_their_own_class_in_a_larger_models_config(world: World, variant: str) -> None:
     """With adapters that were trained on the decoder alone."""
     compare(world, Setting("decoder", variant, 2, EVERYONE))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("spread", [False, True])
 @pytest.mark.parametrize("variant", ["glm4v_moe", "qwen3_omni_moe_whole", "qwen3_vl_moe_turned"])
 def test_experts_of_larger_models(world: World, variant: str, spread: bool) -> None:

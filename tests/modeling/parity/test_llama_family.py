@@ -40,6 +40,7 @@ from tests.modeling.parity.comparison import (
 )
 from tests.modeling.stepping import Asked, generate
 from tests.ranks import run_ranks
+from tests.sweeps import swept, swept_rows
 
 SEPARATE = ["mistral", "qwen2", "qwen2_window", "qwen3", "qwen3_window", "granite", "solar"]
 ROPES = ["yarn", "mistral_full"]
@@ -48,20 +49,36 @@ MODELS = [("relative", variant) for variant in SEPARATE] + [("fused", v) for v i
 ADAPTERS = ["r8", "columns", "rows", "patterns"]
 
 
+SUITE = {
+    *(("relative", name) for name in ("mistral", "qwen2", "qwen3", "granite", "solar")),
+    ("fused", "phi3"),
+}
+"""The first variant of each class."""
+
+CUT = {"mistral", "phi3"}
+"""Those that the suite has on two ranks too."""
+
+
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", [BASE, "r8"])
 @pytest.mark.parametrize(("family", "variant"), MODELS)
 def test_alone(world: World, family: str, variant: str, name: str) -> None:
     compare(world, Setting(family, variant, 1, [name], chunk=WHOLE))
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize(("family", "variant"), MODELS)
+@pytest.mark.parametrize(
+    ("family", "variant", "ranks"),
+    swept_rows(
+        ((*model, ranks) for model in MODELS for ranks in (1, 2, 4)),
+        lambda *row: row[:2] in SUITE and row[2] <= (2 if row[1] in CUT else 1),
+    ),
+)
 def test_together(world: World, family: str, variant: str, ranks: int) -> None:
     """All adapters and the base in one batch, prompts in chunks beside rows that decode."""
     compare(world, Setting(family, variant, ranks, [BASE, *ADAPTERS]))
 
 
-@pytest.mark.parametrize("variant", ROPES)
+@pytest.mark.parametrize("variant", swept(ROPES, lambda variant: variant == "yarn"))
 def test_ropes(world: World, variant: str) -> None:
     compare(world, Setting("relative", variant, 2, [BASE, "r8"]))
 

@@ -34,6 +34,7 @@ from tests.modeling.scheduled import Ranks, generate_scheduled
 from tests.modeling.stepping import Answer
 from tests.oracle import final_states
 from tests.ranks import run_in_memory, run_ranks
+from tests.sweeps import swept, swept_rows
 
 NUM_HEADS = 4
 VOCAB, WIDTH = LLAMA["vocab_size"], LLAMA["hidden_size"]
@@ -113,14 +114,17 @@ def with_heads(model: Path, folder: Path, of_adapters: int = 0) -> EngineConfig:
 
 @pytest.mark.parametrize(
     ("family", "variant", "ranks", "own", "layers", "lost_at", "brings", "captured"),
-    [
-        ("llama", "gqa", 1, True, 1, 12, True, True),
-        ("llama", "gqa", 1, False, 1, None, False, False),
-        ("llama", "gqa", 2, True, 2, None, False, False),
-        ("llama", "gqa", 2, False, 1, None, True, False),
-        ("gpt2", "plain", 4, True, 1, None, False, False),
-        ("gpt_neox", "parallel", 1, False, 1, None, False, False),
-    ],
+    swept_rows(
+        [
+            ("llama", "gqa", 1, True, 1, 12, True, True),
+            ("llama", "gqa", 1, False, 1, None, False, False),
+            ("llama", "gqa", 2, True, 2, None, False, False),
+            ("llama", "gqa", 2, False, 1, None, True, False),
+            ("gpt2", "plain", 4, True, 1, None, False, False),
+            ("gpt_neox", "parallel", 1, False, 1, None, False, False),
+        ],
+        lambda family, _, ranks, own, *rest: family == "llama" and own == (ranks == 1),
+    ),
 )
 def test_heads_guess_as_in_plain_torch_and_change_no_token(
     world: World,
@@ -231,7 +235,9 @@ def test_heads_that_guess_wrong_change_no_token(
     assert sum(len(run.ended["r", index].skipped) for index in range(len(REQUESTS))) < 20
 
 
-@pytest.mark.parametrize("fault", ["order", "an adapter's are forgotten"])
+@pytest.mark.parametrize(
+    "fault", swept(["order", "an adapter's are forgotten"], lambda fault: fault == "order")
+)
 def test_faults_on_purpose_are_noticed(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:

@@ -33,6 +33,7 @@ from tests.modeling.parity.comparison import (
 from tests.modeling.stepping import Answer, Asked, generate
 from tests.oracle import NUM_TOKENS, prompt_truth
 from tests.ranks import run_ranks
+from tests.sweeps import swept
 
 # PEFT warns of a density of 1, and of embeddings that it does not save.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -132,7 +133,7 @@ def _answers(
     return answers
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", swept([1, 2], lambda ranks: ranks == 2))
 def test_merges_of_every_kind_in_one_batch(root: Path, ranks: int) -> None:
     compare(root, list(BLENDS), ranks, BLENDS)
 

@@ -42,6 +42,7 @@ SOUND = [GEMMA4, GEMMA4_CUT, LLAMA4, LLAMA4_CUT]
 SOUND += [GEMMA2, GEMMA2_CUT, MINISTRAL, PHI, COHERE, GPT_OSS, MIXTRAL, MIXTRAL_CUT, GLM4_CUT]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("setting", SOUND, ids=lambda s: f"{s.variant}-{s.ranks}")
 def test_without_a_fault_nothing_differs(world: World, setting: Setting) -> None:
     compare(world, setting)
@@ -71,11 +72,13 @@ def test_softcap_forgotten(world: World, monkeypatch: pytest.MonkeyPatch) -> Non
     expect_mismatch(world, GEMMA2)
 
 
+@pytest.mark.sweep
 def test_scale_of_scores_ignored(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     _attend_as(monkeypatch, scale=lambda form: form["head_dim"] ** -0.5)
     expect_mismatch(world, GEMMA2)
 
 
+@pytest.mark.sweep
 def test_sinks_ignored(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     def heads(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Heads:
         return Heads(q, k, v, None, None)
@@ -85,6 +88,7 @@ def test_sinks_ignored(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     expect_mismatch(world, GPT_OSS)
 
 
+@pytest.mark.sweep
 def test_queries_and_keys_rotated_twice(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     real = PagedLayers._store
 
@@ -107,6 +111,7 @@ def test_queries_and_keys_not_rotated(world: World, monkeypatch: pytest.MonkeyPa
     expect_mismatch(world, MINISTRAL)
 
 
+@pytest.mark.sweep
 def test_norm_by_w_instead_of_one_more(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     real = fusions._norm
 
@@ -120,6 +125,7 @@ def test_norm_by_w_instead_of_one_more(world: World, monkeypatch: pytest.MonkeyP
     expect_mismatch(world, GEMMA2)
 
 
+@pytest.mark.sweep
 def test_sum_without_the_norm_before_it(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     real = FusedRMSNorm.after_sum
 
@@ -132,6 +138,7 @@ def test_sum_without_the_norm_before_it(world: World, monkeypatch: pytest.Monkey
     expect_mismatch(world, GEMMA2)
 
 
+@pytest.mark.sweep
 def test_norm_of_another_layer_taken(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     last: list[Tensor] = []
 
@@ -144,6 +151,7 @@ def test_norm_of_another_layer_taken(world: World, monkeypatch: pytest.MonkeyPat
     expect_mismatch(world, GEMMA2)
 
 
+@pytest.mark.sweep
 def test_gate_and_up_swapped(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     def forward(self: fusions.FusedGatedMLP, x: Tensor) -> Tensor:
         up, gate = self.gate_up(x.flatten(0, -2), self._step.adapter_data).chunk(2, dim=-1)
@@ -154,6 +162,7 @@ def test_gate_and_up_swapped(world: World, monkeypatch: pytest.MonkeyPatch) -> N
     expect_mismatch(world, MINISTRAL)
 
 
+@pytest.mark.sweep
 def test_keys_and_values_merged_in_the_wrong_order(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,6 +198,7 @@ def _of_the_other(own: Segments, size: int) -> Segments:
                  for start, stop in own)  # fmt: skip
 
 
+@pytest.mark.sweep
 def test_fused_gate_and_up_cut_as_one(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     real = CutPlan.of
 
@@ -204,6 +214,7 @@ def test_fused_gate_and_up_cut_as_one(world: World, monkeypatch: pytest.MonkeyPa
     expect_mismatch(world, GLM4_CUT)
 
 
+@pytest.mark.sweep
 def test_experts_summed_twice(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     real = reading._summed
 
@@ -219,6 +230,7 @@ def test_experts_not_summed(world: World, monkeypatch: pytest.MonkeyPatch) -> No
     expect_mismatch(world, MIXTRAL_CUT)
 
 
+@pytest.mark.sweep
 def test_experts_gate_and_up_stacked_in_the_wrong_order(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,6 +253,7 @@ def test_delta_on_the_wrong_projection(world: World, monkeypatch: pytest.MonkeyP
     expect_mismatch(world, Setting("generic", "ministral", 1, ["r8"]))
 
 
+@pytest.mark.sweep
 def test_delta_skipped_in_single_layers(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     def forward(self: GenericLinear, x: Tensor) -> Tensor:
         y: Tensor = self.linear(x.flatten(0, -2), None)
@@ -250,11 +263,13 @@ def test_delta_skipped_in_single_layers(world: World, monkeypatch: pytest.Monkey
     expect_mismatch(world, Setting("generic", "ministral", 1, ["rows"]))
 
 
+@pytest.mark.sweep
 def test_scale_of_the_embedding_ignored(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model, "embedding_scale", lambda module: None)
     expect_mismatch(world, GEMMA2)
 
 
+@pytest.mark.sweep
 def test_what_follows_the_head_ignored(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     def head(self: GenericForCausalLM, hidden: Tensor, adapter_data: AdapterData | None) -> Tensor:
         with self._step.using(None, adapter_data):
@@ -265,6 +280,7 @@ def test_what_follows_the_head_ignored(world: World, monkeypatch: pytest.MonkeyP
     expect_mismatch(world, COHERE)
 
 
+@pytest.mark.sweep
 def test_bias_of_the_head_ignored(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     def without(base: ParallelHead, step: CurrentStep, bias: nn.Parameter | None) -> GenericHead:
         return GenericHead(base, step, None)
@@ -283,6 +299,7 @@ def test_positions_start_anew_in_each_chunk(world: World, monkeypatch: pytest.Mo
     expect_mismatch(world, MINISTRAL)
 
 
+@pytest.mark.sweep
 def test_all_tokens_rotated_as_the_first(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     real = CurrentStep._layer_angles
 
@@ -294,6 +311,7 @@ def test_all_tokens_rotated_as_the_first(world: World, monkeypatch: pytest.Monke
     expect_mismatch(world, MINISTRAL)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("by", [-1, 1])
 def test_a_group_that_begins_a_block_off(
     world: World, monkeypatch: pytest.MonkeyPatch, by: int
@@ -325,12 +343,14 @@ def test_a_table_of_the_wrong_group(world: World, monkeypatch: pytest.MonkeyPatc
     expect_mismatch(world, GEMMA2)
 
 
+@pytest.mark.sweep
 def test_chunks_forgotten(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model, "check_windows", lambda *_: None)
     monkeypatch.setattr(model, "_chunks", lambda config: {})
     expect_mismatch(world, LLAMA4)
 
 
+@pytest.mark.sweep
 def test_positions_counted_from_the_steps_first_token(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -341,6 +361,7 @@ def test_positions_counted_from_the_steps_first_token(
     expect_mismatch(world, LLAMA4)
 
 
+@pytest.mark.sweep
 def test_transposed_experts_cut_like_others(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     real = CutPlan._pair
 
@@ -355,6 +376,7 @@ def test_transposed_experts_cut_like_others(world: World, monkeypatch: pytest.Mo
     expect_mismatch(world, LLAMA4_CUT)
 
 
+@pytest.mark.sweep
 def test_keys_that_layers_share_read_from_the_wrong_layer(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,6 +21,7 @@ CONVOLUTION = Setting("generic", "lfm2", 2, [BASE, "r8"])
 SETTINGS = pytest.mark.parametrize("setting", [DELTA_NET, CONVOLUTION], ids=lambda s: s.variant)
 
 
+@pytest.mark.sweep
 @SETTINGS
 def test_without_a_fault_nothing_differs(world: World, setting: Setting) -> None:
     compare(world, setting)
@@ -35,6 +36,7 @@ def _rows_as(monkeypatch: pytest.MonkeyPatch, **changed: Any) -> None:
     monkeypatch.setattr(state_rows, "StateRows", rows)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("setting", [DELTA_NET, CONVOLUTION], ids=lambda s: str(s.variant))
 @pytest.mark.parametrize("begins", [True, False])
 def test_states_that_are_forgotten_or_left_by_others(
@@ -59,6 +61,7 @@ def test_recurrent_layers_without_the_rows_adapters(
     expect_mismatch(world, DELTA_NET)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_state_that_is_not_kept(world: World, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     real = RecurrentLayers._keep
@@ -103,6 +106,7 @@ def _capture_without_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PaddedStep, "state_rows", rows)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "plant", [_pad_with_a_real_slot, _replay_rows_that_begin, _capture_without_adapters]
 )

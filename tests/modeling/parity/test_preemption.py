@@ -4,6 +4,7 @@ import pytest
 
 from tests.modeling.parity.comparison import BASE, RANKS, Setting, World, compare
 from tests.modeling.parity.test_vocabulary import NAMES
+from tests.sweeps import swept, swept_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
 
@@ -24,20 +25,26 @@ MODELS = [
 """(family, variant): the first variant of each paged architecture."""
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize(("family", "variant"), MODELS)
+@pytest.mark.parametrize(
+    ("family", "variant", "ranks"),
+    swept_rows(
+        ((*model, ranks) for model in MODELS for ranks in (1, 2)),
+        lambda family, _, ranks: (family, ranks) in {("llama", 1), ("gpt_neox", 2)},
+    ),
+)
 def test_preempted(world: World, family: str, variant: str, ranks: int) -> None:
     """Adapters of all sizes and the base, each preempted at another token of its answer."""
     names = [BASE, *RANKS, "columns", "rows"]
     compare(world, Setting(family, variant, ranks, names, rejoins_at=4))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("family", "variant"), SYSTEMS)
 def test_preempted_on_four_ranks(world: World, family: str, variant: str) -> None:
     compare(world, Setting(family, variant, 4, [BASE, *RANKS, "rows"], rejoins_at=4))
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", swept([1, 2], lambda ranks: ranks == 2))
 def test_preempted_with_an_adapted_vocabulary(world: World, ranks: int) -> None:
     compare(world, Setting("vocabulary", "gqa", ranks, NAMES, vocabulary=True, rejoins_at=4))
 

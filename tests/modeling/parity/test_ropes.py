@@ -40,6 +40,7 @@ from tests.modeling.parity.comparison import (
 from tests.modeling.scheduled import Ranks
 from tests.modeling.stepping import Answer, Asked, generate
 from tests.oracle import TOLERANCE
+from tests.sweeps import swept, swept_rows
 
 CPU = torch.device("cpu")
 FIXED = 200
@@ -58,8 +59,13 @@ LONGROPES = [KEPT, RECOMPUTED, ("relative", "mistral_longrope"), ("gpt_neox", "l
 DYNAMIC = [("relative", "dynamic"), ("gpt_neox", "dynamic")]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize(("family", "variant"), LONGROPES)
+@pytest.mark.parametrize(
+    ("family", "variant", "ranks"),
+    swept_rows(
+        ((*model, ranks) for model in LONGROPES for ranks in (1, 2)),
+        lambda *row: row in ((*KEPT, 2), (*RECOMPUTED, 1)),
+    ),
+)
 def test_every_length_beside_every_other(
     world: World, family: str, variant: str, ranks: int
 ) -> None:
@@ -78,7 +84,7 @@ def test_a_model_whose_generate_keeps_no_keys(world: World) -> None:
     compare(world, Setting("relative", "uncached_longrope", 1, [BASE, "r8"], lengths=(20, 31)))
 
 
-@pytest.mark.parametrize("lost_at", [3, 40, 60])
+@pytest.mark.parametrize("lost_at", swept([3, 40, 60], lambda lost_at: lost_at == 40))
 @pytest.mark.parametrize(("family", "variant"), [KEPT, RECOMPUTED])
 def test_ranks_that_are_rebuilt(world: World, family: str, variant: str, lost_at: int) -> None:
     """Before the border, at it and behind it, whoever is how far."""
@@ -86,7 +92,7 @@ def test_ranks_that_are_rebuilt(world: World, family: str, variant: str, lost_at
     compare(world, setting)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", swept([1, 2], lambda ranks: ranks == 2))
 @pytest.mark.parametrize(("family", "variant"), DYNAMIC)
 def test_dynamic_rope_up_to_the_models_own_length(
     world: World, family: str, variant: str, ranks: int

@@ -36,6 +36,7 @@ from tests.modeling.prompts import prompt_of
 from tests.modeling.stepping import Answer, Asked, generate
 from tests.oracle import TOLERANCE, final_states, prompt_truth
 from tests.ranks import run_in_memory, run_ranks
+from tests.sweeps import swept
 
 VOCAB = 96
 SCORED = Sampling(pooling=Pooling.SCORE)
@@ -106,7 +107,9 @@ def test_classifiers_of_the_families(world: World, tmp_path: Path, family: str) 
     check_classifier(world.model(f"{family}_copies", variant), tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["gemma2", "qwen2_moe", "phi", "gemma3_text"])
+@pytest.mark.parametrize(
+    "kind", swept(["gemma2", "qwen2_moe", "phi", "gemma3_text"], lambda kind: kind == "phi")
+)
 def test_classifiers_of_transformers_modules(world: World, tmp_path: Path, kind: str) -> None:
     check_classifier(world.model("generic", kind), tmp_path)
 

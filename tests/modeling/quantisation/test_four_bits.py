@@ -1,5 +1,6 @@
 """Maps in 4 bits of bitsandbytes of which a block holds parts of several rows, as they are read."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,13 @@ from sharding.loader import Weights
 
 HOW = Quantisation(method="bitsandbytes", format=WeightFormat.NF4, bits=4)
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _eager() -> Iterator[None]:
+    """The package compiles its formula for CPUs, which takes half a minute."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])

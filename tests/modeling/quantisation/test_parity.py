@@ -35,6 +35,7 @@ from tests.modeling.quantisation.quantised import (
     rounds_in_parts,
 )
 from tests.ranks import run_in_memory
+from tests.sweeps import swept, swept_rows
 
 GENERIC = "gemma2_untied"
 RECURRENT = "qwen3_5_text"
@@ -96,7 +97,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> World:
     return World(tmp_path_factory.mktemp("quantised"))
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", swept([1, 2, 4], lambda ranks: ranks == 2))
 def test_fp8_with_scales_of_tokens(made: World, ranks: int) -> None:
     """Stored, and made at load: the same numbers."""
     stored = made.compressed("llama", "FP8_DYNAMIC")
@@ -106,7 +107,7 @@ def test_fp8_with_scales_of_tokens(made: World, ranks: int) -> None:
     compare(made.dense("llama"), made.adapters("llama"), oracle, ranks, quantize=FP8)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", swept([1, 2, 4], lambda ranks: ranks == 2))
 def test_8_bits_with_scales_of_tokens(made: World, ranks: int) -> None:
     stored = made.compressed("llama", "W8A8")
     oracle = decompressed(stored)
@@ -123,7 +124,10 @@ def test_8_bits_with_scales_of_the_checkpoint(made: World, tmp_path: Path, ranks
 
 @pytest.mark.parametrize(
     ("preset", "ranks"),
-    [("FP8", 1), ("FP8", 4), ("W4A16", 1), ("W4A16", 4), ("W8A16", 2)],
+    swept_rows(
+        [("FP8", 1), ("FP8", 4), ("W4A16", 1), ("W4A16", 4), ("W8A16", 2)],
+        lambda preset, ranks: (ranks == 1) == (preset == "FP8"),
+    ),
 )
 def test_formats_that_ranks_do_not_change(made: World, preset: str, ranks: int) -> None:
     """Static scales, and inputs that are not rounded: all rank counts give one rank's tokens."""
@@ -144,7 +148,13 @@ SEVERAL: dict[str, dict[str, tuple[str, ...]]] = {
 
 @pytest.mark.parametrize(
     ("family", "name", "ranks"),
-    [("llama", "parts", 1), ("llama", "nested", 1), ("llama", "nested", 2), (GENERIC, "parts", 2)],
+    swept_rows(
+        [
+            *(("llama", "parts", 1), ("llama", "nested", 1), ("llama", "nested", 2)),
+            (GENERIC, "parts", 2),
+        ],
+        lambda family, _, ranks: family == "llama" and ranks == 1,
+    ),
 )
 def test_several_schemes(made: World, tmp_path: Path, family: str, name: str, ranks: int) -> None:
     stored = write_several(tmp_path / "several", made.dense(family), SEVERAL[name])
@@ -170,10 +180,13 @@ def test_packed_integers_with_zero_points(made: World, ranks: int) -> None:
 
 @pytest.mark.parametrize(
     ("preset", "ranks"),
-    [
-        *(("FP8_DYNAMIC", ranks) for ranks in (1, 2, 4)),
-        *(("W8A8", 1), ("W8A8", 2), ("W4A16", 2), ("W8A16", 4)),
-    ],
+    swept_rows(
+        [
+            *(("FP8_DYNAMIC", ranks) for ranks in (1, 2, 4)),
+            *(("W8A8", 1), ("W8A8", 2), ("W4A16", 2), ("W8A16", 4)),
+        ],
+        lambda *row: row in {("FP8_DYNAMIC", 1), ("W8A8", 1), ("W4A16", 2)},
+    ),
 )
 def test_generic_models(made: World, preset: str, ranks: int) -> None:
     stored = made.compressed(GENERIC, preset)
@@ -183,14 +196,17 @@ def test_generic_models(made: World, preset: str, ranks: int) -> None:
     compare(stored, made.adapters(GENERIC), oracle, ranks)
 
 
-@pytest.mark.parametrize(("preset", "ranks"), [("FP8_DYNAMIC", 1), ("W4A16", 2)])
+@pytest.mark.parametrize(
+    ("preset", "ranks"),
+    swept_rows([("FP8_DYNAMIC", 1), ("W4A16", 2)], lambda preset, _: preset == "W4A16"),
+)
 def test_recurrent_layers(made: World, preset: str, ranks: int) -> None:
     """Their linear maps are quantised as others, their convolutions are not."""
     stored = made.compressed(RECURRENT, preset)
     compare(stored, made.adapters(RECURRENT), decompressed(stored), ranks)
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("ranks", swept([1, 4], lambda ranks: ranks == 4))
 def test_fp8_in_blocks(made: World, tmp_path: Path, ranks: int) -> None:
     """compressed-tensors' blocks, and those of transformers, whose package has no CPU product.
 

@@ -40,6 +40,7 @@ from tests.modeling.teacher import (
     oracle_logprobs,
 )
 from tests.ranks import run_ranks
+from tests.sweeps import swept
 
 CPU = torch.device("cpu")
 VOCAB_SIZE = 96
@@ -173,7 +174,7 @@ def test_chunks_preemption_and_company_change_no_token(models: Models, system: s
     assert [answer.tokens for answer in run(runner, together)] == alone
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", swept([2, 4], lambda ranks: ranks == 2))
 @pytest.mark.parametrize("system", ["llama", "gpt_neox"])
 def test_ranks_change_no_token(models: Models, system: str, ranks: int) -> None:
     requests = [asked(i, seed, chunk=4) for i, seed in enumerate(models.seeds(system))]

@@ -17,10 +17,11 @@ from sharding.group import SingleRank, TensorParallel
 from tests.modeling import scheduled
 from tests.modeling.parity.comparison import World, engine_config
 from tests.modeling.runner.test_cuda_graphs import BLOCK_SIZE, CPU, NUM_BLOCKS
-from tests.modeling.runner.test_recurrent_graphs import TYPES, ready
+from tests.modeling.runner.test_recurrent_graphs import FEW, TYPES, ready
 from tests.modeling.scheduled import WHOLE, Ranks
 from tests.modeling.stepping import Asked
 from tests.ranks import run_in_memory
+from tests.sweeps import swept
 
 PREFIX = [(11 * i) % 90 + 3 for i in range(5 * BLOCK_SIZE)]
 TAILS = [[(5 * i + 7 * j) % 80 + 4 for j in range(4 * BLOCK_SIZE + i)] for i in range(4)]
@@ -86,7 +87,7 @@ def told(ranks: Ranks, lost_at: int | None = None) -> tuple[list[list[int]], lis
     return tokens, [ranks.ended[key].cached_tokens for key in keys]
 
 
-@pytest.mark.parametrize("variant", TYPES)
+@pytest.mark.parametrize("variant", swept(TYPES, lambda variant: variant in FEW))
 def test_answers_are_those_without_shared_prefixes(world: World, variant: str) -> None:
     expected, none = told(ranks_of(world, variant, 0))
     assert not any(none)

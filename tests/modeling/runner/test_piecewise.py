@@ -27,6 +27,7 @@ from sharding.group import SingleRank
 from tests.modeling.parity.comparison import FAMILIES, World, engine_config, place_all
 from tests.modeling.runner.test_cuda_graphs import BLOCK_SIZE, CPU, NUM_BLOCKS, requests
 from tests.modeling.stepping import Asked, generate
+from tests.sweeps import swept
 
 Operation = tuple[Any, tuple[Any, ...], dict[str, Any], Any]
 
@@ -150,8 +151,14 @@ def test_sizes_hold_every_step_and_waste_little() -> None:
         assert size - smaller - 1 <= max(128, size // 4)
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, top_p=0.9, logprobs=2)])
-@pytest.mark.parametrize("slots", [(-1,), (-1, 0, 1)])
+@pytest.mark.parametrize(
+    "sampling",
+    swept(
+        [Sampling(), Sampling(temperature=0.8, top_p=0.9, logprobs=2)],
+        lambda sampling: sampling != Sampling(),
+    ),
+)
+@pytest.mark.parametrize("slots", swept([(-1,), (-1, 0, 1)], lambda slots: len(slots) > 1))
 @pytest.mark.parametrize(
     ("family", "kind"),
     [

@@ -1,6 +1,7 @@
 """A request's way back: each sequence ends once, and a slow socket delays a stream, no more."""
 
 import asyncio
+import socket
 import struct
 
 import msgspec
@@ -119,7 +120,7 @@ class Engine:
 
 def test_a_stream_continues_as_soon_as_a_full_socket_is_read() -> None:
     """Over a real socket, whose reader sleeps for a while and then reads everything."""
-    length, parts = 50_000, 60
+    length, parts = 50_000, 30
 
     async def story() -> None:
         reading, complete, checked = asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -141,7 +142,9 @@ def test_a_stream_continues_as_soon_as_a_full_socket_is_read() -> None:
             writer.close()
             await writer.wait_closed()
 
-        server = await asyncio.start_server(read_late, "127.0.0.1", 0)
+        few = socket.create_server(("127.0.0.1", 0))
+        few.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # Else it takes megabytes.
+        server = await asyncio.start_server(read_late, sock=few)
         address = ReplyAddress("127.0.0.1", server.sockets[0].getsockname()[1], "hush")
         engine = Engine()
         await engine.connections.connect(address)

@@ -118,7 +118,10 @@ def alone() -> Kept:
     return found
 
 
-@pytest.mark.parametrize(("ranks", "drafts"), [(1, 0), (1, 5), (2, 5)])
+@pytest.mark.parametrize(
+    ("ranks", "drafts"),
+    [(1, 0), pytest.param(1, 5, marks=pytest.mark.sweep), (2, 5)],
+)
 def test_answers_do_not_depend_on_the_batch(
     alone: Kept, ranks: int, drafts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
