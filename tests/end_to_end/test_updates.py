@@ -61,6 +61,7 @@ class Load:
                     self.failures.append(f"{reply.status_code} {reply.text[:300]}")
 
 
+@pytest.mark.sweep
 def test_replicas_come_and_go_without_restarting_the_first(
     served: Served, answers: Answers
 ) -> None:

@@ -112,6 +112,7 @@ def test_a_process_for_another_config_ends_where_it_may_hold_the_drivers_gpu() -
         ray.kill(actor)
 
 
+@pytest.mark.sweep
 @pytest.mark.usefixtures("node")
 def test_a_group_takes_all_of_its_processes_or_none(tmp_path: Path) -> None:
     model = write_llama(tmp_path / "model")
