@@ -28,7 +28,7 @@ $(READY): $(SERVES)
 serve: $(SERVES)
 	@$(BIN)/loray serve serve_config.yaml
 
-# CI's: to stay under 20 minutes on two idle cores.
+# CI's: without the sweeps.
 test: $(READY)
 	$(BIN)/python -m pytest -m "not gpu and not sweep" -n 2
 

@@ -204,6 +204,7 @@ def test_changes_and_mistakes_of_the_yaml_end_no_replica(served: Served, answers
     assert drivers(served) == [first]
 
 
+@pytest.mark.sweep
 def test_a_rolling_update_serves_without_a_gap(served: Served, answers: Answers) -> None:
     """Another policy and new arguments are a new version: its replicas start before old ones stop.
 

@@ -29,6 +29,7 @@ from tests.modeling.prompts import Prompts, check_answers, prompt_of, questions
 from tests.modeling.runner.test_cuda_graphs import capture_on_cpu
 from tests.modeling.stepping import Answer, Asked, generate
 from tests.ranks import run_ranks
+from tests.sweeps import swept, swept_rows
 
 VOCAB = 96
 CPU = torch.device("cpu")
@@ -70,18 +71,18 @@ def _answers(
     return answers
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", swept([1, 2], lambda ranks: ranks == 2))
 def test_in_chunks_and_mixed_batches(world: World, ranks: int) -> None:
     compare(world, Setting("llama", "gqa", ranks, [BASE, "r8", "rows"]))
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", swept([1, 2], lambda ranks: ranks == 2))
 def test_after_preemption(world: World, ranks: int) -> None:
     """A request preempted while it generates reports its prompt once more."""
     compare(world, Setting("llama", "gqa", ranks, [BASE, "columns"], rejoins_at=2))
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", swept([1, 2], lambda ranks: ranks == 2))
 def test_adapters_on_embedding_and_head(world: World, ranks: int) -> None:
     names = [BASE, "everything", "head"]
     compare(world, Setting("vocabulary", "tied", ranks, names, vocabulary=True))
@@ -98,7 +99,10 @@ def test_whole_prompts(world: World) -> None:
 
 @pytest.mark.parametrize(
     ("family", "variant"),
-    [("gpt2", "plain"), ("opt", "plain"), ("gpt_neox", "parallel"), ("relative", "granite")],
+    swept_rows(
+        [("gpt2", "plain"), ("opt", "plain"), ("gpt_neox", "parallel"), ("relative", "granite")],
+        lambda family, _: family in ("gpt2", "relative"),
+    ),
 )
 def test_other_families(world: World, family: str, variant: str) -> None:
     compare(world, Setting(family, variant, 2, [BASE, "r16"]))
