@@ -6,7 +6,6 @@ planned now. Sizes are corrected step by step, so the costs need not be a straig
 """
 
 from collections.abc import Sequence
-from math import inf
 
 from scheduler.admission.limits import Limits
 from scheduler.request import Request
@@ -98,11 +97,11 @@ class StepCosts:
         A step may always be three times as long as it is without prompts. Shorter ones cost
         throughput, and prompts would wait for ever where decoding alone takes long.
         """
-        if self.token_s is None:
+        if not self.token_s:
             return FIRST_TOKENS
         decode_s = self.decode_s or 0.0
         room_s = max(gap_s - decode_s, LEAST_SHARE * decode_s)
-        wanted = room_s / self.token_s if self.token_s else inf
+        wanted = room_s / self.token_s
         # Step by step: what is known holds near the size that was measured.
         most = max(self._measured * GROWTH, self._measured + 2 * ALIGNMENT)
         tokens = int(min(max(wanted, self._measured / 2), most))
@@ -112,7 +111,8 @@ class StepCosts:
 
 
 def _average(before: float | None, newest: float) -> float:
-    if before is None:
+    # Results that arrive late make the step behind them take no time at all.
+    if not before:
         return newest
     change = min(newest, LONGEST * before) - before
     return before + (RISE if change > 0 else FALL) * change

@@ -54,6 +54,17 @@ def test_steps_take_nearly_the_gap_and_no_more(generating: int) -> None:
     assert all((tokens + generating) % 128 == 0 for tokens in found[1:])
 
 
+@pytest.mark.parametrize("seconds", [0.0, 0.019])
+def test_a_first_step_that_seems_to_cost_nothing_is_corrected(seconds: float) -> None:
+    """The result before it arrived late, together with its own."""
+    costs = StepCosts()
+    costs.record(1, 1, seconds)
+    costs.record(513, 1, seconds)
+    assert costs.budget(GAP_S, 1) == FIRST_TOKENS
+    found = budgets(costs, gpu, 64, 30)
+    assert gpu(found[-1], 64) < GAP_S * 1.02
+
+
 def test_it_follows_those_that_generate() -> None:
     costs = StepCosts()
     few = budgets(costs, gpu, 2, 20)[-1]
