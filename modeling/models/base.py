@@ -55,6 +55,27 @@ class RecurrentStates(Protocol):
         ...
 
 
+class SplitModel(Protocol):
+    """A model that computes what follows its last attention for some tokens alone.
+
+    Behind the last attention no token looks at another, and of a prompt's tokens the head reads the
+    last one: the rest of the layer, a large share of its products, is needed for that one alone.
+    """
+
+    def trunk(
+        self, input_ids: Tensor, position_ids: Tensor, context: PagedContext
+    ) -> tuple[Tensor, Tensor]:
+        """(the last layer's attention, the stream beside it), both [tokens, ...]; see `paged`."""
+        ...
+
+    def tail(self, attended: Tensor, stream: Tensor, adapter_data: AdapterData | None) -> Tensor:
+        """From rows [n, ...] of what `trunk` returns to what `paged` returns without a head.
+
+        adapter_data: of these n tokens.
+        """
+        ...
+
+
 class PagedModel(Protocol):
     """One rank's share of a decoder over a paged cache; the engine computes it by `paged`.
 
@@ -97,6 +118,11 @@ class PagedModel(Protocol):
     @property
     def states(self) -> RecurrentStates | None:
         """What recurrent layers keep; None for a model without. Steps name their `state_rows`."""
+        ...
+
+    @property
+    def split(self) -> SplitModel | None:
+        """The model, if it can end at its last attention."""
         ...
 
     def paged(

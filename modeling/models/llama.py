@@ -5,6 +5,7 @@ of the family is data in `Architecture`; no code here depends on a model's name.
 """
 
 from collections.abc import Callable, Sequence
+from typing import cast
 
 from torch import Tensor, nn
 
@@ -69,18 +70,11 @@ class FlashLlamaAttention(nn.Module):
 
     def forward(self, hidden_states: Tensor, angles: Angles, context: PagedContext) -> Tensor:
         """[tokens, hidden] to the same shape; the step's k and v go to the cache."""
-        attended = self._attended(hidden_states, angles, context)
+        attended = self.attend(hidden_states, angles, context)
         out: Tensor = self.o_proj(attended, context.adapter_data)
         return out
 
-    def unsummed(
-        self, hidden_states: Tensor, angles: Angles, context: PagedContext
-    ) -> Tensor | Summand:
-        """As `forward`, for a norm that may sum over ranks itself."""
-        attended = self._attended(hidden_states, angles, context)
-        return self.o_proj.unsummed(attended, context.adapter_data)
-
-    def _attended(self, hidden_states: Tensor, angles: Angles, context: PagedContext) -> Tensor:
+    def attend(self, hidden_states: Tensor, angles: Angles, context: PagedContext) -> Tensor:
         """[tokens, hidden] to the attention of this rank's heads, [tokens, heads * head_dim]."""
         qkv: Tensor = self.qkv_proj(hidden_states, context.adapter_data)
         if self.q_norm is not None and self.k_norm is not None:
@@ -138,22 +132,40 @@ class FlashLlamaLayer(nn.Module):
         angles: Angles,
         context: PagedContext,
     ) -> tuple[Tensor | Summand, Tensor]:
-        """(what the layer adds last, the residual stream before it), both [tokens, hidden].
+        """(what the layer adds last, the residual stream before it), both [tokens, hidden]."""
+        attended, residual = self.attend(hidden_states, residual, angles, context)
+        return self.finish(attended, residual, context.adapter_data)
+
+    def attend(
+        self,
+        hidden_states: Tensor | Summand,
+        residual: Tensor | None,
+        angles: Angles,
+        context: PagedContext,
+    ) -> tuple[Tensor, Tensor]:
+        """(attention [tokens, heads * head_dim], the residual stream before it)."""
+        normed, residual = self.input_layernorm(hidden_states, residual)
+        return self.self_attn.attend(normed, angles, context), residual
+
+    def finish(
+        self, attended: Tensor, residual: Tensor, adapter_data: AdapterData | None
+    ) -> tuple[Tensor | Summand, Tensor]:
+        """From what `attend` returns, of some of its tokens, to what the layer returns of these.
 
         Norms sum what is added over ranks, unless a factor comes between.
         """
-        normed, residual = self.input_layernorm(hidden_states, residual)
+        out = self.self_attn.o_proj
         if self._multiplier == 1.0:
-            attended = self.self_attn.unsummed(normed, angles, context)
-            normed, stream = self.post_attention_layernorm(attended, residual)
-            return self.mlp.unsummed(normed, context.adapter_data), stream
-        added = self.self_attn(normed, angles, context) * self._multiplier
+            added = out.unsummed(attended, adapter_data)
+            normed, stream = self.post_attention_layernorm(added, residual)
+            return self.mlp.unsummed(normed, adapter_data), stream
+        added = out(attended, adapter_data) * self._multiplier
         normed, stream = self.post_attention_layernorm(added, residual)
-        return self.mlp(normed, context.adapter_data) * self._multiplier, stream
+        return self.mlp(normed, adapter_data) * self._multiplier, stream
 
 
 CreateLayer = Callable[[int, str, LlamaConfig, Weights], nn.Module]
-"""(layer_id, prefix, config, weights) to a layer with FlashLlamaLayer's forward."""
+"""(layer_id, prefix, config, weights) to a layer with FlashLlamaLayer's methods."""
 
 
 class FlashLlamaModel(nn.Module):
@@ -183,18 +195,44 @@ class FlashLlamaModel(nn.Module):
 
     def forward(self, embeds: Tensor, position_ids: Tensor, context: PagedContext) -> Tensor:
         """Embedded tokens to normed hidden states, both [tokens, hidden], equal on every rank."""
+        angles = self._rotary.angles(position_ids)
+        entering = self._entering(len(self.layers), embeds, angles, context)
+        normed: Tensor = self.norm(*entering)[0]
+        return normed
+
+    def trunk(
+        self, embeds: Tensor, position_ids: Tensor, context: PagedContext
+    ) -> tuple[Tensor, Tensor]:
+        """As `forward`, to the last layer's attention and the stream beside it."""
+        angles = self._rotary.angles(position_ids)
+        entering = self._entering(len(self.layers) - 1, embeds, angles, context)
+        return self._last.attend(*entering, angles, context)
+
+    def tail(self, attended: Tensor, stream: Tensor, adapter_data: AdapterData | None) -> Tensor:
+        """From what `trunk` returns, of some of its tokens, to their normed hidden states."""
+        normed: Tensor = self.norm(*self._last.finish(attended, stream, adapter_data))[0]
+        return normed
+
+    @property
+    def _last(self) -> FlashLlamaLayer:
+        return cast(FlashLlamaLayer, self.layers[-1])
+
+    def _entering(
+        self, end: int, embeds: Tensor, angles: Angles, context: PagedContext
+    ) -> tuple[Tensor | Summand, Tensor | None]:
+        """What enters the layer `end`, or the norm behind all, and the stream beside it."""
         hidden: Tensor | Summand = embeds
         if self._multiplier != 1.0:
             hidden = embeds * self._multiplier
         residual: Tensor | None = None
-        angles = self._rotary.angles(position_ids)
         kept: dict[int, Tensor] = {}
         for index, layer in enumerate(self.layers):
             if self._blends:
                 hidden, residual = self._blended(index, hidden, residual, kept)
+            if index == end:
+                break
             hidden, residual = layer(hidden, residual, angles, context)
-        normed: Tensor = self.norm(hidden, residual)[0]
-        return normed
+        return hidden, residual
 
     def _blended(
         self,
@@ -264,6 +302,21 @@ class FlashLlamaForCausalLM(FlashBase):
     def decoder(self) -> nn.Module:
         """The decoder without the head."""
         return self.model
+
+    @property
+    def split(self) -> "FlashLlamaForCausalLM":
+        """The model, for it can end at its last attention."""
+        return self
+
+    def trunk(
+        self, input_ids: Tensor, position_ids: Tensor, context: PagedContext
+    ) -> tuple[Tensor, Tensor]:
+        """From tokens to the last layer's attention and the stream; see `SplitModel`."""
+        return self.model.trunk(self.embedded(input_ids, context), position_ids, context)
+
+    def tail(self, attended: Tensor, stream: Tensor, adapter_data: AdapterData | None) -> Tensor:
+        """From those of some tokens to what the head reads; see `SplitModel`."""
+        return self.model.tail(attended, stream, adapter_data)
 
     def head(self, hidden: Tensor, adapter_data: AdapterData | None) -> Tensor:
         """[n, hidden] to logits [n, vocab_size]; see `PagedModel`."""

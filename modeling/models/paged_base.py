@@ -22,7 +22,7 @@ from modeling.adapters.vocabulary import (
 )
 from modeling.attention.base import AttentionStep
 from modeling.attention.kv_cache import LayerCache
-from modeling.models.base import AttentionLayer
+from modeling.models.base import AttentionLayer, SplitModel
 from modeling.models.context import GroupStep, PagedContext, StepContext
 from sharding.embedding import ParallelHead, VocabParallelEmbedding
 from sharding.loader import Weights
@@ -105,6 +105,11 @@ class PagedBase(nn.Module):
         raise NotImplementedError
 
     @property
+    def split(self) -> SplitModel | None:
+        """None: its steps are computed whole."""
+        return None
+
+    @property
     def decoder_layers(self) -> Sequence[nn.Module]:
         """Layers that return the stream; see `PagedModel`."""
         return ()
@@ -116,6 +121,10 @@ class PagedBase(nn.Module):
         embeds: [tokens, width]. position_ids: int64 [tokens]. context: a `PagedContext`.
         """
         raise NotImplementedError
+
+    def embedded(self, input_ids: Tensor, context: PagedContext) -> Tensor:
+        """Int64 [tokens] to [tokens, width], with the step's adapters."""
+        return embed_adapted(self.embedding, input_ids, context.adapter_data)
 
     def adapt_vocabulary(self, whole_ends: bool = False) -> None:
         """Let adapters change the embedding and the head too; see `PagedModel`."""
@@ -149,7 +158,7 @@ class PagedBase(nn.Module):
         skip_lm_head: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """(logits [n, vocab_size] or what the head reads, None); see `PagedModel`."""
-        embeds = embed_adapted(self.embedding, input_ids, context.adapter_data)
+        embeds = self.embedded(input_ids, context)
         hidden: Tensor = self.decoder(embeds, position_ids, context)
         if lm_head_indices is not None:
             hidden = hidden[lm_head_indices]

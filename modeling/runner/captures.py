@@ -18,21 +18,16 @@ from configs.engine import (
 from modeling.attention.base import AttentionBackend
 from modeling.runner.cuda_graphs import (
     DecodeGraphs,
-    Forward,
     GraphParts,
     StepOutputs,
     graph_sizes,
 )
 from modeling.runner.eagle3_graphs import ChainGraphs, Eagle3Graphs, EntryGraphs
 from modeling.runner.eagle3_guesses import Eagle3Guesser
-from modeling.runner.graph_recorder import GraphRecorder
+from modeling.runner.forward import PagedForward
+from modeling.runner.graph_recorder import GraphRecorder, PieceRecorder
 from modeling.runner.memory import GRAPH_BYTES, PIECE_BYTES
-from modeling.runner.piecewise import (
-    PieceRecorder,
-    PiecewiseGraphs,
-    PiecewiseParts,
-    piecewise_sizes,
-)
+from modeling.runner.piecewise import PiecewiseGraphs, PiecewiseParts, piecewise_sizes
 from sharding.progress import counted
 
 MOST_CHECKED = 320
@@ -65,7 +60,8 @@ class GraphSizes:
 
     def others_bytes(self, num_layers: int) -> int:
         """Device bytes of all but the largest, for base rows alone or for rows with adapters."""
-        pieces = (num_layers + 1) * max(0, len(self.mixed) - 1)
+        # The last piece is not of a layer, and a tail of the size may follow it.
+        pieces = (num_layers + 2) * max(0, len(self.mixed) - 1)
         checked = sum(len(rows) for _, rows in self.checked)
         graphs = max(0, len(self.decode) - 1) + max(0, checked - 1)
         return graphs * GRAPH_BYTES + pieces * PIECE_BYTES
@@ -149,13 +145,13 @@ def capture(
     parts: GraphParts,
     sizes: GraphSizes,
     device: torch.device,
-    hidden: Forward,
+    forward: PagedForward,
     checking: Sequence[AttentionBackend] = (),
     guesser: Eagle3Guesser | None = None,
 ) -> StepGraphs:
     """Prepare steps of these sizes to be recorded.
 
-    hidden: as `parts.forward`, to hidden states of all tokens. checking: the attention of steps
+    forward: the model, as mixed steps compute it. checking: the attention of steps
     that check drafts. guesser: EAGLE-3's; its entries and guesses are captured too.
     """
     decode = mixed = heads = None
@@ -173,7 +169,7 @@ def capture(
             heads = guesser.graphs(parts.state, outputs.states, rooms, record)
     if sizes.mixed:
         slots = [tables.dummy_slot(parts.dummy_block) for tables in parts.state.tables]
-        given = hidden, parts.backends, slots, parts.adapters, parts.has_experts
+        given = forward, parts.backends, slots, parts.adapters, parts.has_experts
         piecewise = PiecewiseParts(*given)
         mixed = PiecewiseGraphs(piecewise, sizes.mixed, device, PieceRecorder(device))
     return StepGraphs(decode, mixed, tuple(checked), heads)

@@ -1,7 +1,7 @@
 """A paged model over one cache: from a step's tensors to logits or hidden states."""
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -10,7 +10,7 @@ from modeling.adapters.norms import AdaptedNorms
 from modeling.adapters.product import AdapterData
 from modeling.attention.base import AttentionBackend, AttentionStep
 from modeling.attention.kv_cache import LayerCache
-from modeling.models.base import PagedModel
+from modeling.models.base import PagedModel, SplitModel
 from modeling.models.context import GroupStep, PagedContext, StateRows
 from modeling.runner.input_batch import StepInputs, StepTensors
 
@@ -26,11 +26,17 @@ def prepare(backends: Sequence[AttentionBackend], inputs: StepInputs) -> StepPla
 
 @dataclass(frozen=True)
 class PagedForward:
-    """cache: one a layer. norms: the model's, with those of adapters; None without adapters."""
+    """A model over its cache.
+
+    cache: one a layer. norms: the model's, with those of adapters; None without adapters.
+    split: the model, if its steps with prompts end at the last attention, and `tail` computes the
+        rest; None where every step is computed whole.
+    """
 
     model: PagedModel
     cache: list[LayerCache]
     norms: AdaptedNorms | None = None
+    split: SplitModel | None = None
 
     def logits(
         self,
@@ -85,6 +91,21 @@ class PagedForward:
         """Return all tokens' hidden states [tokens, ...], without the head."""
         return self._run(tensors, attention, adapters, None, state_rows)
 
+    def trunk(
+        self, tensors: StepTensors, attention: StepPlans, adapters: AdapterData | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return what `SplitModel.trunk` does, of all tokens."""
+        assert self.split is not None
+        with self._captured(adapters):
+            context = self._context(tensors, attention, adapters, ())
+            return self.split.trunk(tensors.input_ids, tensors.positions, context)
+
+    def tail(self, attended: Tensor, stream: Tensor, adapters: AdapterData | None) -> Tensor:
+        """Return the hidden states of some tokens; see `SplitModel.tail`."""
+        assert self.split is not None
+        with self._captured(adapters):
+            return self.split.tail(attended, stream, adapters)
+
     def _run(
         self,
         tensors: StepTensors,
@@ -93,17 +114,28 @@ class PagedForward:
         head_tokens: Tensor | None,
         state_rows: tuple[StateRows, ...],
     ) -> Tensor:
-        groups = tuple(
-            GroupStep(group.cu_seqlens, group.block_tables, group.slots, step)
-            for group, step in zip(tensors.groups, attention, strict=True)
-        )
-        context = PagedContext(self.cache, groups, adapters, state_rows=state_rows)
-        with nullcontext() if self.norms is None else self.norms.captured(adapters):
+        with self._captured(adapters):
             output, _ = self.model.paged(
                 tensors.input_ids,
                 tensors.positions,
-                context,
+                self._context(tensors, attention, adapters, state_rows),
                 lm_head_indices=head_tokens,
                 skip_lm_head=head_tokens is None,
             )
         return output
+
+    def _context(
+        self,
+        tensors: StepTensors,
+        attention: StepPlans,
+        adapters: AdapterData | None,
+        state_rows: tuple[StateRows, ...],
+    ) -> PagedContext:
+        groups = tuple(
+            GroupStep(group.cu_seqlens, group.block_tables, group.slots, step)
+            for group, step in zip(tensors.groups, attention, strict=True)
+        )
+        return PagedContext(self.cache, groups, adapters, state_rows=state_rows)
+
+    def _captured(self, adapters: AdapterData | None) -> AbstractContextManager[None]:
+        return nullcontext() if self.norms is None else self.norms.captured(adapters)

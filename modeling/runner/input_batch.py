@@ -6,7 +6,7 @@ cache slots are computed from them; a step sends the rows that it uses.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -74,6 +74,16 @@ class StepLayout:
             return 0
         return int(np.diff(self.bounds).max(initial=0))
 
+    @property
+    def as_read(self) -> "StepLayout":
+        """The same with the tokens that are read alone as those that adapters change."""
+        if self.prompt_rows:
+            return self
+        slots = np.repeat(np.array(self.adapter_slots), self.adapter_lengths)[self.last_tokens]
+        at = np.arange(len(slots))
+        runs = slots.tolist(), [1] * len(slots)
+        return replace(self, adapter_slots=runs[0], adapter_lengths=runs[1], last_tokens=at)
+
     @classmethod
     def empty(cls, num_groups: int = 1) -> "StepLayout":
         """A step without rows: a captured step over it consists of padding rows alone."""
@@ -114,6 +124,13 @@ class StepInputs(StepTensors):
     layout: StepLayout
     targets: Tensor
     group_lengths: tuple[tuple[list[int], list[int]], ...]
+
+    @property
+    def tokens_read(self) -> Tensor:
+        """Indices of the tokens that the head reads: all where rows report on their prompts."""
+        if self.layout.prompt_rows:
+            return torch.arange(len(self.input_ids), device=self.input_ids.device)
+        return self.last_tokens
 
 
 class InputBatch:

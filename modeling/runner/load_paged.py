@@ -276,7 +276,7 @@ class LoadedPaged(LoadedRunner):
         with fitting(CACHE_SETTINGS):
             cache = allocate_blocks(parts.cache, num_blocks + dummies, parts.device)
         return StepBuffers(
-            forward=PagedForward(parts.weights.model, cache, parts.norms),
+            forward=PagedForward(parts.weights.model, cache, parts.norms, parts.split),
             input_batch=InputBatch(parts.size, parts.device, parts.grammars),
             prompts=PromptReader(
                 parts.weights.model.vocab_size,
@@ -358,8 +358,8 @@ class LoadedPaged(LoadedRunner):
             is_recurrent=model.states is not None,
         )
         checking = self._checking() if sizes.checked else ()
-        hidden, device = buffers.forward.hidden, self.parts.device
-        return capture(parts, sizes, device, hidden, checking, buffers.drafts)
+        own = buffers.forward, checking, buffers.drafts
+        return capture(parts, sizes, self.parts.device, *own)
 
     def _warm_up(self, runner: ModelRunner, dummy_block: int) -> None:
         """Run steps for every kernel, all of them in the dummy block."""

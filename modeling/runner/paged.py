@@ -24,6 +24,7 @@ from modeling.attention.base import AttentionBackend
 from modeling.attention.clamping import ClampWatch
 from modeling.attention.kv_layout import KvLayout
 from modeling.batch import ForwardBatch, Known, StepOutput
+from modeling.models.base import SplitModel
 from modeling.models.context import StateRows
 from modeling.models.medusa import MedusaHeads
 from modeling.runner.block_tables import Ints
@@ -84,6 +85,11 @@ class PagedParts(RunnerParts):
         """Bytes of one cache block, with EAGLE-3's entries of its tokens."""
         own = 0 if self.drafter is None else self.drafter.spec.bytes_per_page
         return self.cache.bytes_per_block + own
+
+    @property
+    def split(self) -> SplitModel | None:
+        """The model, if its steps with prompts end early; EAGLE-3's heads read whole layers."""
+        return self.weights.model.split if self.drafter is None else None
 
     def graph_forward(self, forward: PagedForward) -> tuple[HeadForward, int]:
         """Return what captured steps compute, and the width of the states that they keep."""
@@ -195,8 +201,7 @@ class ModelRunner(BaseRunner):
             before = self.num_captured
             found, scores = None if layout.prompt_rows else self._replay(layout), None
             if found is None:
-                guessing = batch.guesses > 0 and self._guesser is not None
-                sampled, scores, hidden = self._compute(layout, guessing)
+                sampled, scores, hidden = self._compute(layout)
             else:
                 sampled, hidden = found
             if self._drafts is not None:
@@ -251,32 +256,41 @@ class ModelRunner(BaseRunner):
         return sampled, output.states
 
     def _compute(
-        self, layout: StepLayout, guessing: bool
+        self, layout: StepLayout
     ) -> tuple[SampledStep, PromptScoresOnDevice | None, Tensor | None]:
         """Run a step launch by launch, or in graph pieces with launches between them.
 
         The head reads single tokens, or whole prompts in slices. Returns also what the head reads
-        for the step's samples, if heads guess behind them.
+        for the step's samples.
         """
         inputs = self._input_batch.inputs(layout)
         attention = prepare(self._backends, inputs)
         hidden = self._replay_piecewise(inputs, attention)
         if hidden is None:
-            adapters = self._with_vocabulary(self._adapters(inputs), layout)
-            with self._norms.using(layout.adapter_slots, layout.adapter_lengths):
-                rows = self._state_rows(layout)
-                if layout.sampling and not layout.prompt_rows and not guessing:
-                    logits = self._forward.logits(inputs, attention, adapters, rows)
-                    return self._sample(layout, inputs, logits), None, None
-                hidden = self._forward.hidden(inputs, attention, adapters, rows)
+            hidden = self._hidden(inputs, attention)
         head, scores = partial(self._head, layout), None
         if layout.prompt_rows:
             scores = self._prompts.read(layout.prompt_rows, hidden, self._input_batch.tokens, head)
+            hidden = hidden[inputs.last_tokens]
         if not layout.sampling:
             return no_rows(self._device), scores, None
-        hidden = hidden[inputs.last_tokens]
-        logits = head(hidden, layout.last_tokens)
-        return self._sample(layout, inputs, logits), scores, hidden
+        return self._sample(layout, inputs, head(hidden, layout.last_tokens)), scores, hidden
+
+    def _hidden(self, inputs: StepInputs, attention: StepPlans) -> Tensor:
+        """Return the hidden states of the tokens that are read, launch by launch."""
+        read, layout = inputs.tokens_read, inputs.layout
+        with self._norms.using(layout.adapter_slots, layout.adapter_lengths):
+            adapters = self._step_adapters(layout)
+            if self._forward.split is None:
+                rows = self._state_rows(layout)
+                return self._forward.hidden(inputs, attention, adapters, rows)[read]
+            attended, stream = self._forward.trunk(inputs, attention, adapters)
+        layout = layout.as_read
+        if not layout.adapter_slots:
+            return stream[:0]
+        with self._norms.using(layout.adapter_slots, layout.adapter_lengths):
+            adapters = self._step_adapters(layout)
+            return self._forward.tail(attended[read], stream[read], adapters)
 
     def _guess(
         self, batch: ForwardBatch, layout: StepLayout, hidden: Tensor | None, sampled: SampledStep
@@ -289,7 +303,7 @@ class ModelRunner(BaseRunner):
         return guess(guesser, batch.guesses, batch.rows, slots, layout, hidden, sampled.tokens)
 
     def _replay_piecewise(self, inputs: StepInputs, attention: StepPlans) -> Tensor | None:
-        """Return the hidden states of a step in graph pieces; None when none serve this step."""
+        """Return the same, of a step in graph pieces; None when none serve this step."""
         slots, graphs = inputs.layout.adapter_slots, self._piecewise_graphs
         if graphs is None or self._replaces(slots, graphs.has_experts):
             return None
@@ -321,17 +335,19 @@ class ModelRunner(BaseRunner):
         history = self._input_batch.history(layout)
         return sampling_tensors(layout.sampling, layout.sample_positions, self._device, history)
 
-    def _adapters(self, inputs: StepInputs) -> AdapterData | None:
+    def _step_adapters(self, layout: StepLayout) -> AdapterData | None:
         """Return the step's adapters, None where all rows are the base model's."""
-        slots, lengths = inputs.layout.adapter_slots, inputs.layout.adapter_lengths
+        slots, lengths = layout.adapter_slots, layout.adapter_lengths
         if max(slots) < 0:
             return None
         if self._adapter_plan is None:
-            return self._kernel.batch(self._bank, slots, lengths)
+            adapters = self._kernel.batch(self._bank, slots, lengths)
+            return self._with_vocabulary(adapters, layout)
         tiles = self._adapter_plan.update(slots, lengths)
         has_experts = self._bank.changes(slots, (ProjectionKind.EXPERTS,))
         by_kernels = has_experts and self._parts.has_expert_kernels
-        return self._adapter_plan.batch(sum(lengths), tiles, by_kernels)
+        adapters = self._adapter_plan.batch(sum(lengths), tiles, by_kernels)
+        return self._with_vocabulary(adapters, layout)
 
     def _state_rows(self, layout: StepLayout) -> tuple[StateRows, ...]:
         """Return the step's rows as recurrent layers compute them; () for a model without."""
@@ -340,11 +356,9 @@ class ModelRunner(BaseRunner):
         slots = to_device(layout.row_slots, self._device)
         return state_rows(layout, slots, partial(self._kernel.batch, self._bank))
 
-    def _with_vocabulary(
-        self, adapters: AdapterData | None, layout: StepLayout
-    ) -> AdapterData | None:
+    def _with_vocabulary(self, adapters: AdapterData, layout: StepLayout) -> AdapterData:
         """Join what the step's adapters change beside linear maps of the layers, where some do."""
-        if adapters is None or not adapts_more(self._bank, layout.adapter_slots):
+        if not adapts_more(self._bank, layout.adapter_slots):
             return adapters
         slots = np.repeat(np.array(layout.adapter_slots), layout.adapter_lengths)
         return VocabularyAdapters(adapters, self._bank, slots, slots[layout.last_tokens])

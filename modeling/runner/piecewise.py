@@ -4,23 +4,25 @@ Rows of a mixed step are of any lengths, so its attention is planned and launche
 that is not captured. All the rest sees tokens alone: it is recorded once for each of some twenty
 numbers of tokens, split where a layer calls attention, and a step takes the next larger number.
 Padding tokens write into the dummy block, which no request owns, and their results are not read.
+Where the model can, tails compute what follows the last attention (tails.py).
 """
 
-import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from modeling.adapters.kernels.select import AdapterStepPlan
+from modeling.adapters.product import AdapterData
 from modeling.attention.base import AttentionBackend, AttentionSpec, AttentionStep
 from modeling.attention.kv_cache import LayerCache
-from modeling.runner.cuda_graphs import Forward, StepAdapters, size_for
-from modeling.runner.forward import StepPlans
+from modeling.runner.cuda_graphs import StepAdapters, size_for
+from modeling.runner.forward import PagedForward, StepPlans
+from modeling.runner.graph_recorder import Recorder, Replay
 from modeling.runner.input_batch import GroupTensors, StepInputs, StepTensors
+from modeling.runner.tails import TailParts, Tails, describe
 
 TOKENS = (
     64, 128, 192, 256, 320, 384, 512, 576, 640, 768, 896, 1024, 1152, 1280, 1536, 1792, 2048,
@@ -28,8 +30,6 @@ TOKENS = (
 )  # fmt: skip
 """Tokens of captured mixed steps: at most 128 or a quarter of a step is padding. Not 448: on an
 H200 the products of 448 tokens take longer than those of 512."""
-
-Replay = Callable[[], None]
 
 OnAttention = Callable[[Tensor, Tensor, LayerCache, int | None, Tensor | None], None]
 """Called with an attention's q, the memory for its output, and the layer's cache, window, sinks."""
@@ -41,38 +41,18 @@ def piecewise_sizes(max_step_tokens: int) -> tuple[int, ...]:
     return (*(size for size in TOKENS if size < most), most)
 
 
-class Recorder(Protocol):
-    """Makes replays of what is computed between `begin` and `end`, on fixed addresses."""
-
-    def recording(self) -> AbstractContextManager[None]:
-        """A context in which pieces are recorded one after the other."""
-        ...
-
-    def begin(self) -> None:
-        """Start a piece."""
-        ...
-
-    def end(self) -> Replay:
-        """End the piece, and return a function that replays it."""
-        ...
-
-    def alias(self, tensor: Tensor) -> Tensor:
-        """Return a view of the same memory that lets later pieces reuse it for something else."""
-        ...
-
-
 @dataclass(frozen=True)
 class PiecewiseParts:
     """What captured mixed steps are made of.
 
-    forward: from a step's tensors to hidden states [tokens, ...].
+    forward: the model; where it splits, pieces end at the last attention, and tails follow.
     backends: the attention of each KV group.
     dummy_slots: for each group a cache slot of a block that no request owns.
     adapters: None where steps with adapters are not captured.
     has_experts: whether those are that have adapters of experts.
     """
 
-    forward: Forward
+    forward: PagedForward
     backends: Sequence[AttentionBackend]
     dummy_slots: Sequence[int]
     adapters: AdapterStepPlan | None
@@ -168,23 +148,30 @@ class PiecewiseGraphs:
         self._positions = torch.zeros(largest, dtype=torch.int64, device=device)
         self._slots = [torch.full_like(self._ids, slot) for slot in parts.dummy_slots]
         self._empty = torch.zeros(1, 0, dtype=torch.int32, device=device)
-        self._hidden = torch.empty(0, device=device)
+        # What the last pieces leave; made with the first size recorded, which is the largest.
+        self._left: list[Tensor] = []
+        self._tails: Tails | None = None
         self._pieces: dict[tuple[int, StepAdapters], list[GraphPiece]] = {}
         # The largest first, so that the others fit into its memory.
         self.unrecorded = list(self.sizes)
 
     def record_next(self) -> None:
         """Record the largest size that is left, for each kind of adapters."""
-        size = self.unrecorded.pop()
-        for kind in StepAdapters.captured(self._parts.adapters, self.has_experts):
+        size, parts = self.unrecorded.pop(), self._parts
+        kinds = StepAdapters.captured(parts.adapters, self.has_experts)
+        for kind in kinds:
             self._pieces[size, kind] = self._record(size, kind)
+        if parts.forward.split is not None and self._tails is None:
+            tails = TailParts(parts.forward.tail, self._left, parts.adapters, kinds)
+            self._tails = Tails(tails, self.sizes, self._recorder)
 
     def run(
         self, inputs: StepInputs, attention: StepPlans, with_experts: bool = False
     ) -> Tensor | None:
-        """Hidden states [tokens, ...] of a step, until the next one; None when no size holds it.
+        """Hidden states of a step's tokens that are read, until the next step.
 
-        with_experts: whether adapters change any. It must be false where `has_experts` is.
+        None when no size holds it. with_experts: whether adapters change any. It must be false
+        where `has_experts` is.
         """
         tokens = len(inputs.input_ids)
         size = size_for(self.sizes, tokens)
@@ -193,12 +180,14 @@ class PiecewiseGraphs:
         if size is None or (size, kind) not in self._pieces:
             return None
         self._copy_inputs(inputs, size)
-        if kind:
-            self._update(layout.adapter_slots, layout.adapter_lengths, size)
+        adapters = self._parts.adapters if kind else None
+        describe(adapters, layout.adapter_slots, layout.adapter_lengths, size)
         for piece in self._pieces[size, kind]:
             piece.replay()
             self._attend(piece, inputs, attention, tokens)
-        return self._hidden[:tokens]
+        if self._tails is not None:
+            return self._tails.run(inputs, kind)
+        return self._left[0][inputs.tokens_read]
 
     def _copy_inputs(self, inputs: StepInputs, size: int) -> None:
         """Copy the step's tokens to where the pieces read, and give padding tokens dummy values."""
@@ -212,14 +201,6 @@ class PiecewiseGraphs:
             slots[:tokens].copy_(group.slots)
             if tokens < size:
                 slots[tokens:size].fill_(dummy)
-
-    def _update(self, slots: Sequence[int], lengths: Sequence[int], size: int) -> None:
-        """Describe the step's adapters; the padding tokens are one row of the base model."""
-        padding = size - sum(lengths)
-        assert self._parts.adapters is not None
-        if padding:
-            slots, lengths = [*slots, -1], [*lengths, padding]
-        self._parts.adapters.update(slots, lengths)
 
     def _attend(
         self, piece: GraphPiece, inputs: StepInputs, attention: StepPlans, tokens: int
@@ -246,7 +227,7 @@ class PiecewiseGraphs:
             slots[:size].fill_(dummy)
         adapters = None
         if kind and self._parts.adapters is not None:
-            self._update([], [], size)
+            describe(self._parts.adapters, [], [], size)
             has_experts = kind is StepAdapters.EXPERTS
             adapters = self._parts.adapters.batch(size, None, has_experts)
         tensors = StepTensors(
@@ -270,79 +251,24 @@ class PiecewiseGraphs:
             self._recorder.begin()
 
         with self._recorder.recording():
-            self._make_room(self._parts.forward(tensors, step, adapters))
+            made = self._compute(tensors, step, adapters)
+            if not self._left:
+                self._left = [torch.zeros_like(each) for each in made]
             self._recorder.begin()
             with ExitStack() as stack:
                 for point in points:
                     stack.enter_context(point.splitting(split))
-                hidden = self._parts.forward(tensors, step, adapters)
-            self._hidden[:size].copy_(hidden)
+                made = self._compute(tensors, step, adapters)
+            for left, each in zip(self._left, made, strict=True):
+                left[:size].copy_(each)
             pieces.append(GraphPiece(self._recorder.end()))
         return pieces
 
-    def _make_room(self, hidden: Tensor) -> None:
-        """Allocate what the last pieces write to; the first size recorded is the largest."""
-        if self._hidden.numel() == 0:
-            self._hidden = torch.zeros_like(hidden)
-
-
-class PieceRecorder:
-    """Records pieces as CUDA graphs that share one pool of memory, for they run in order."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._graph: torch.cuda.CUDAGraph | None = None
-
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Switch to the captures' stream, and put garbage collection off.
-
-        A collection may free device memory or graphs, which a capture does not allow.
-        """
-        here = torch.cuda.current_stream(self._device)
-        torch.cuda.synchronize(self._device)
-        collected = gc.isenabled()
-        gc.disable()
-        self._stream.wait_stream(here)
-        try:
-            with torch.cuda.stream(self._stream):
-                yield
-        finally:
-            if collected:
-                gc.enable()
-        here.wait_stream(self._stream)
-
-    def begin(self) -> None:
-        """Start a capture; other threads may call CUDA meanwhile."""
-        self._graph = torch.cuda.CUDAGraph()
-        self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-
-    def end(self) -> Replay:
-        """End the capture, and return its replay."""
-        graph, self._graph = self._graph, None
-        assert graph is not None, "a piece begins before it ends"
-        graph.capture_end()
-        return graph.replay
-
-    def alias(self, tensor: Tensor) -> Tensor:
-        """Return a tensor over the same memory that does not own it."""
-        return torch.as_tensor(_Memory(tensor), device=tensor.device).view(tensor.dtype)
-
-
-class _Memory:
-    """A tensor's address, by the protocol with which libraries exchange device arrays.
-
-    The protocol knows no bfloat16, so elements are described as integers of the same size.
-    """
-
-    def __init__(self, tensor: Tensor) -> None:
-        size = tensor.element_size()
-        self.__cuda_array_interface__ = {
-            "shape": tuple(tensor.shape),
-            "typestr": f"<i{size}",
-            "strides": tuple(stride * size for stride in tensor.stride()),
-            "data": (tensor.data_ptr(), False),
-            "version": 2,
-        }
+    def _compute(
+        self, tensors: StepTensors, step: StepPlans, adapters: AdapterData | None
+    ) -> tuple[Tensor, ...]:
+        """What a step leaves: hidden states, or what tails read, [tokens, ...] each."""
+        forward = self._parts.forward
+        if forward.split is None:
+            return (forward.hidden(tensors, step, adapters),)
+        return forward.trunk(tensors, step, adapters)

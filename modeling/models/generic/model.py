@@ -63,6 +63,7 @@ PROBE = (1, 2, 3, 4, 5, 6, 7)
 class GenericForCausalLM(nn.Module):
     """A causal model of transformers; a `PagedModel`."""
 
+    split = None
     unread: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq", r".*\.attn(ention)?\.(masked_)?bias")
 
     def __init__(self, architecture: GenericArchitecture, weights: Weights) -> None:

@@ -157,7 +157,7 @@ def test_logits_of_a_replay_are_those_of_launches(wide: Any, names: tuple[str, .
             found = output.logits.float().clone()
             inputs = runner._input_batch.inputs(layout)
             step = prepare(runner._backends, inputs)
-            adapters = runner._with_vocabulary(runner._adapters(inputs), layout)
+            adapters = runner._step_adapters(layout)
             expected = runner._forward.logits(inputs, step, adapters).float()
             base = runner._forward.logits(inputs, step, None).float()
         errors = (found - expected).norm(dim=1) / expected.norm(dim=1)

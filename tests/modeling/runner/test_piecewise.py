@@ -119,7 +119,7 @@ def record_on_cpu(
     page = runner.report.num_blocks
     runner._forward.cache[:] = allocate_blocks(runner._parts.cache, page + 1, CPU)
     parts = PiecewiseParts(
-        forward=runner._forward.hidden,
+        forward=runner._forward,
         backends=runner._backends,
         dummy_slots=[tables.dummy_slot(page) for tables in runner._input_batch.tables],
         adapters=of_experts or GatheredAdapters(runner._bank, max(sizes)),

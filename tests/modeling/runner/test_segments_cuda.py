@@ -85,8 +85,8 @@ def hidden_states(runner: ModelRunner, lengths: list[int], slots: list[int]) -> 
             if replayed:
                 hidden = segments.run(inputs, step)
             else:
-                adapters = runner._with_vocabulary(runner._adapters(inputs), layout)
-                hidden = runner._forward.hidden(inputs, step, adapters)
+                adapters = runner._step_adapters(layout)
+                hidden = runner._forward.hidden(inputs, step, adapters)[inputs.tokens_read]
             assert hidden is not None
             found.append(hidden.float().clone())
     return found[0], found[1]
