@@ -24,6 +24,7 @@ from typing import Protocol
 from benchmarks.offline import Benchmark
 from benchmarks.offline_setup import add_quantised, model_parser
 from benchmarks.workload import SHAPES
+from configs.kv_groups import KvGroup
 from configs.wire.plan import Capacity, StepPlan, StepResult
 from configs.wire.sampling import Sampling, Stopping
 from modeling.batch import ForwardBatch
@@ -57,7 +58,8 @@ class RealRanks:
 
     def __init__(self, runner: ModelRunner, longest: int) -> None:
         self._runner = runner
-        self.capacity = _capacity(runner.report.num_blocks, runner.report.block_size, longest)
+        report = runner.report
+        self.capacity = _capacity(report.num_blocks, report.block_size, longest, report.kv_groups)
 
     def now(self) -> float:
         """Seconds."""
@@ -96,7 +98,9 @@ class SimulatedRanks:
         return wait
 
 
-def _capacity(num_blocks: int, block_size: int, longest: int) -> Capacity:
+def _capacity(
+    num_blocks: int, block_size: int, longest: int, kv_groups: tuple[KvGroup, ...] = ()
+) -> Capacity:
     return Capacity(
         num_blocks=num_blocks,
         block_size=block_size,
@@ -105,6 +109,7 @@ def _capacity(num_blocks: int, block_size: int, longest: int) -> Capacity:
         adapter_slots=0,
         host_bytes=0,
         max_total_tokens=longest,
+        kv_groups=kv_groups,
     )
 
 

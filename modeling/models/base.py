@@ -56,22 +56,34 @@ class RecurrentStates(Protocol):
 
 
 class SplitModel(Protocol):
-    """A model that computes what follows its last attention for some tokens alone.
+    """A model that computes its end for some tokens alone: those that the head reads.
 
-    Behind the last attention no token looks at another, and of a prompt's tokens the head reads the
-    last one: the rest of the layer, a large share of its products, is needed for that one alone.
+    Once the last keys and values are stored, no token needs another one's results, and of a prompt
+    the head reads the last token. `trunk` computes a step until then, `tail` the rest.
     """
+
+    @property
+    def tail_attends(self) -> bool:
+        """Whether layers of the tail attend, to keys and values that others have stored."""
+        ...
 
     def trunk(
         self, input_ids: Tensor, position_ids: Tensor, context: PagedContext
-    ) -> tuple[Tensor, Tensor]:
-        """(the last layer's attention, the stream beside it), both [tokens, ...]; see `paged`."""
+    ) -> tuple[Tensor, ...]:
+        """What the tail reads, [tokens, ...] each; see `paged`."""
         ...
 
-    def tail(self, attended: Tensor, stream: Tensor, adapter_data: AdapterData | None) -> Tensor:
-        """From rows [n, ...] of what `trunk` returns to what `paged` returns without a head.
+    def tail(
+        self,
+        left: Sequence[Tensor],
+        input_ids: Tensor,
+        position_ids: Tensor,
+        context: PagedContext,
+    ) -> Tensor:
+        """From rows [n, ...] of what `trunk` returned to what `paged` returns without a head.
 
-        adapter_data: of these n tokens.
+        input_ids, position_ids: of these n tokens. context: of them as a step of their own, in
+        which nothing is stored; without attention unless `tail_attends`.
         """
         ...
 
@@ -122,7 +134,7 @@ class PagedModel(Protocol):
 
     @property
     def split(self) -> SplitModel | None:
-        """The model, if it can end at its last attention."""
+        """The model, if it splits."""
         ...
 
     def paged(

@@ -255,6 +255,8 @@ class FlashLlamaModel(nn.Module):
 class FlashLlamaForCausalLM(FlashBase):
     """The decoder and its head; a `PagedModel`."""
 
+    tail_attends = False
+
     def __init__(
         self,
         prefix: str,
@@ -305,18 +307,25 @@ class FlashLlamaForCausalLM(FlashBase):
 
     @property
     def split(self) -> "FlashLlamaForCausalLM":
-        """The model, for it can end at its last attention."""
+        """The model: behind the last attention it computes the tokens that are read."""
         return self
 
     def trunk(
         self, input_ids: Tensor, position_ids: Tensor, context: PagedContext
     ) -> tuple[Tensor, Tensor]:
-        """From tokens to the last layer's attention and the stream; see `SplitModel`."""
+        """The last layer's attention, and the stream beside it; see `SplitModel`."""
         return self.model.trunk(self.embedded(input_ids, context), position_ids, context)
 
-    def tail(self, attended: Tensor, stream: Tensor, adapter_data: AdapterData | None) -> Tensor:
+    def tail(
+        self,
+        left: Sequence[Tensor],
+        input_ids: Tensor,
+        position_ids: Tensor,
+        context: PagedContext,
+    ) -> Tensor:
         """From those of some tokens to what the head reads; see `SplitModel`."""
-        return self.model.tail(attended, stream, adapter_data)
+        attended, stream = left
+        return self.model.tail(attended, stream, context.adapter_data)
 
     def head(self, hidden: Tensor, adapter_data: AdapterData | None) -> Tensor:
         """[n, hidden] to logits [n, vocab_size]; see `PagedModel`."""

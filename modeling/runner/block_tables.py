@@ -75,6 +75,10 @@ class GroupLayout:
     tables: npt.NDArray[np.int32]
     key_lengths: Ints
 
+    def ends(self, tokens: Ints, rows: Ints, bounds: Ints) -> "GroupLayout":
+        """The last tokens of some rows alone; bounds: of the rows among these tokens."""
+        return GroupLayout(self.slots[tokens], bounds, self.tables[rows], self.key_lengths[rows])
+
     @classmethod
     def empty(cls) -> "GroupLayout":
         """A step without rows."""

@@ -27,7 +27,8 @@ from modeling.runner.eagle3_guesses import Eagle3Guesser
 from modeling.runner.forward import PagedForward
 from modeling.runner.graph_recorder import GraphRecorder, PieceRecorder
 from modeling.runner.memory import GRAPH_BYTES, PIECE_BYTES
-from modeling.runner.piecewise import PiecewiseGraphs, PiecewiseParts, piecewise_sizes
+from modeling.runner.pieces import CapturedParts
+from modeling.runner.piecewise import PiecewiseGraphs, piecewise_sizes
 from sharding.progress import counted
 
 MOST_CHECKED = 320
@@ -60,7 +61,7 @@ class GraphSizes:
 
     def others_bytes(self, num_layers: int) -> int:
         """Device bytes of all but the largest, for base rows alone or for rows with adapters."""
-        # The last piece is not of a layer, and a tail of the size may follow it.
+        # The last piece is of no layer, and a tail of the size may follow it.
         pieces = (num_layers + 2) * max(0, len(self.mixed) - 1)
         checked = sum(len(rows) for _, rows in self.checked)
         graphs = max(0, len(self.decode) - 1) + max(0, checked - 1)
@@ -169,7 +170,7 @@ def capture(
             heads = guesser.graphs(parts.state, outputs.states, rooms, record)
     if sizes.mixed:
         slots = [tables.dummy_slot(parts.dummy_block) for tables in parts.state.tables]
-        given = forward, parts.backends, slots, parts.adapters, parts.has_experts
-        piecewise = PiecewiseParts(*given)
-        mixed = PiecewiseGraphs(piecewise, sizes.mixed, device, PieceRecorder(device))
+        given = forward.whole, parts.backends, slots, parts.adapters, parts.has_experts
+        pieces = CapturedParts(*given)
+        mixed = PiecewiseGraphs(forward, pieces, sizes.mixed, PieceRecorder(device))
     return StepGraphs(decode, mixed, tuple(checked), heads)

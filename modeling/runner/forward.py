@@ -25,12 +25,25 @@ def prepare(backends: Sequence[AttentionBackend], inputs: StepInputs) -> StepPla
 
 
 @dataclass(frozen=True)
+class TailStep:
+    """The tokens of a step that are read, as a step of their own.
+
+    read: int64, their indices among the step's tokens, ascending. attention: theirs, where the tail
+    attends.
+    """
+
+    inputs: StepInputs
+    read: Tensor
+    attention: StepPlans
+
+
+@dataclass(frozen=True)
 class PagedForward:
     """A model over its cache.
 
     cache: one a layer. norms: the model's, with those of adapters; None without adapters.
-    split: the model, if its steps with prompts end at the last attention, and `tail` computes the
-        rest; None where every step is computed whole.
+    split: the model, if its steps with prompts end at a trunk, and `tail` computes the rest; None
+        where every step is computed whole.
     """
 
     model: PagedModel
@@ -91,20 +104,33 @@ class PagedForward:
         """Return all tokens' hidden states [tokens, ...], without the head."""
         return self._run(tensors, attention, adapters, None, state_rows)
 
+    def whole(
+        self, tensors: StepTensors, attention: StepPlans, adapters: AdapterData | None
+    ) -> tuple[Tensor, ...]:
+        """Return all tokens' hidden states as the one thing that a step leaves."""
+        return (self.hidden(tensors, attention, adapters),)
+
     def trunk(
         self, tensors: StepTensors, attention: StepPlans, adapters: AdapterData | None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         """Return what `SplitModel.trunk` does, of all tokens."""
         assert self.split is not None
         with self._captured(adapters):
             context = self._context(tensors, attention, adapters, ())
             return self.split.trunk(tensors.input_ids, tensors.positions, context)
 
-    def tail(self, attended: Tensor, stream: Tensor, adapters: AdapterData | None) -> Tensor:
-        """Return the hidden states of some tokens; see `SplitModel.tail`."""
+    def tail(
+        self,
+        left: Sequence[Tensor],
+        tensors: StepTensors,
+        attention: StepPlans,
+        adapters: AdapterData | None,
+    ) -> Tensor:
+        """Return the hidden states of these tokens; see `SplitModel.tail`."""
         assert self.split is not None
         with self._captured(adapters):
-            return self.split.tail(attended, stream, adapters)
+            context = self._context(tensors, attention, adapters, ())
+            return self.split.tail(left, tensors.input_ids, tensors.positions, context)
 
     def _run(
         self,
@@ -133,7 +159,7 @@ class PagedForward:
     ) -> PagedContext:
         groups = tuple(
             GroupStep(group.cu_seqlens, group.block_tables, group.slots, step)
-            for group, step in zip(tensors.groups, attention, strict=True)
+            for group, step in zip(tensors.groups, attention, strict=bool(attention))
         )
         return PagedContext(self.cache, groups, adapters, state_rows=state_rows)
 

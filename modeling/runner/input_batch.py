@@ -75,14 +75,33 @@ class StepLayout:
         return int(np.diff(self.bounds).max(initial=0))
 
     @property
-    def as_read(self) -> "StepLayout":
-        """The same with the tokens that are read alone as those that adapters change."""
+    def read(self) -> Ints:
+        """Indices of the tokens that the head reads, ascending."""
+        return np.arange(len(self.positions)) if self.prompt_rows else np.sort(self.last_tokens)
+
+    @property
+    def tail(self) -> "StepLayout":
+        """The tokens that are read as a step of their own; it samples what this one does."""
         if self.prompt_rows:
             return self
-        slots = np.repeat(np.array(self.adapter_slots), self.adapter_lengths)[self.last_tokens]
-        at = np.arange(len(slots))
-        runs = slots.tolist(), [1] * len(slots)
-        return replace(self, adapter_slots=runs[0], adapter_lengths=runs[1], last_tokens=at)
+        read = self.read
+        slots = np.repeat(np.array(self.adapter_slots), self.adapter_lengths)[read]
+        rows = np.searchsorted(self.bounds, read, side="right") - 1
+        used, lengths = np.unique(rows, return_counts=True)
+        bounds = np.concatenate([np.zeros(1, dtype=np.int64), lengths.cumsum()])
+        return replace(
+            self,
+            ids_at=self.ids_at[read],
+            positions=self.positions[read],
+            bounds=bounds,
+            row_slots=self.row_slots[used],
+            row_starts=self.row_starts[used] + np.diff(self.bounds)[used] - lengths,
+            groups=tuple(group.ends(read, used, bounds) for group in self.groups),
+            last_tokens=np.searchsorted(read, self.last_tokens),
+            adapter_slots=slots.tolist(),
+            adapter_lengths=[1] * len(slots),
+            row_keeps=(),
+        )
 
     @classmethod
     def empty(cls, num_groups: int = 1) -> "StepLayout":

@@ -32,7 +32,7 @@ from modeling.runner.cache import Choices
 from modeling.runner.captures import StepGraphs
 from modeling.runner.cuda_graphs import HeadForward
 from modeling.runner.eagle3_guesses import Eagle3Drafter, Eagle3Guesser
-from modeling.runner.forward import PagedForward, StepPlans, prepare
+from modeling.runner.forward import PagedForward, StepPlans, TailStep, prepare
 from modeling.runner.guesses import GuessedRows, Guesser, guess
 from modeling.runner.input_batch import InputBatch, StepInputs, StepLayout
 from modeling.runner.loading import LoadedModel
@@ -265,9 +265,10 @@ class ModelRunner(BaseRunner):
         """
         inputs = self._input_batch.inputs(layout)
         attention = prepare(self._backends, inputs)
-        hidden = self._replay_piecewise(inputs, attention)
+        tail = self._tail_step(layout)
+        hidden = self._replay_piecewise(inputs, attention, tail)
         if hidden is None:
-            hidden = self._hidden(inputs, attention)
+            hidden = self._hidden(inputs, attention, tail)
         head, scores = partial(self._head, layout), None
         if layout.prompt_rows:
             scores = self._prompts.read(layout.prompt_rows, hidden, self._input_batch.tokens, head)
@@ -276,21 +277,32 @@ class ModelRunner(BaseRunner):
             return no_rows(self._device), scores, None
         return self._sample(layout, inputs, head(hidden, layout.last_tokens)), scores, hidden
 
-    def _hidden(self, inputs: StepInputs, attention: StepPlans) -> Tensor:
+    def _tail_step(self, layout: StepLayout) -> TailStep | None:
+        """Return the tokens that are read; None without any, or where the model does not split."""
+        split = self._forward.split
+        if split is None or not (layout.sampling or layout.prompt_rows):
+            return None
+        inputs = self._input_batch.inputs(layout.tail)
+        attention = prepare(self._backends, inputs) if split.tail_attends else ()
+        return TailStep(inputs, to_device(layout.read, self._device), attention)
+
+    def _hidden(self, inputs: StepInputs, attention: StepPlans, tail: TailStep | None) -> Tensor:
         """Return the hidden states of the tokens that are read, launch by launch."""
-        read, layout = inputs.tokens_read, inputs.layout
+        layout = inputs.layout
         with self._norms.using(layout.adapter_slots, layout.adapter_lengths):
             adapters = self._step_adapters(layout)
             if self._forward.split is None:
                 rows = self._state_rows(layout)
-                return self._forward.hidden(inputs, attention, adapters, rows)[read]
-            attended, stream = self._forward.trunk(inputs, attention, adapters)
-        layout = layout.as_read
-        if not layout.adapter_slots:
-            return stream[:0]
+                hidden = self._forward.hidden(inputs, attention, adapters, rows)
+                return hidden[inputs.tokens_read]
+            left = self._forward.trunk(inputs, attention, adapters)
+        if tail is None:
+            return left[0][:0]
+        layout, read = tail.inputs.layout, [each[tail.read] for each in left]
         with self._norms.using(layout.adapter_slots, layout.adapter_lengths):
             adapters = self._step_adapters(layout)
-            return self._forward.tail(attended[read], stream[read], adapters)
+            hidden = self._forward.tail(read, tail.inputs, tail.attention, adapters)
+        return hidden[tail.inputs.tokens_read]
 
     def _guess(
         self, batch: ForwardBatch, layout: StepLayout, hidden: Tensor | None, sampled: SampledStep
@@ -302,13 +314,15 @@ class ModelRunner(BaseRunner):
         slots = self._input_batch.adapters_of(batch.rows)
         return guess(guesser, batch.guesses, batch.rows, slots, layout, hidden, sampled.tokens)
 
-    def _replay_piecewise(self, inputs: StepInputs, attention: StepPlans) -> Tensor | None:
+    def _replay_piecewise(
+        self, inputs: StepInputs, attention: StepPlans, tail: TailStep | None
+    ) -> Tensor | None:
         """Return the same, of a step in graph pieces; None when none serve this step."""
         slots, graphs = inputs.layout.adapter_slots, self._piecewise_graphs
         if graphs is None or self._replaces(slots, graphs.has_experts):
             return None
         with_experts = self._bank.changes(slots, (ProjectionKind.EXPERTS,))
-        hidden = graphs.run(inputs, attention, with_experts)
+        hidden = graphs.run(inputs, attention, tail, with_experts)
         self.num_captured += hidden is not None
         return hidden
 

@@ -37,6 +37,7 @@ from modeling.models.generic.modules import GenericEmbedding, GenericHead, embed
 from modeling.models.generic.names import SourceNames
 from modeling.models.generic.reading import read_rest
 from modeling.models.generic.recurrent import RecurrentLayers
+from modeling.models.generic.shared_tail import TYPES, SharedTail, first_shared
 from modeling.models.generic.step import (
     MASKS,
     CurrentStep,
@@ -63,7 +64,8 @@ PROBE = (1, 2, 3, 4, 5, 6, 7)
 class GenericForCausalLM(nn.Module):
     """A causal model of transformers; a `PagedModel`."""
 
-    split = None
+    tail_attends = True
+    _shared_tail: SharedTail | None = None
     unread: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq", r".*\.attn(ention)?\.(masked_)?bias")
 
     def __init__(self, architecture: GenericArchitecture, weights: Weights) -> None:
@@ -121,6 +123,7 @@ class GenericForCausalLM(nn.Module):
         self._forms = self._learn_layers()
         has_form = _groups_can_be_captured(self.causal, self.dtype)
         is_known = self.causal.config.model_type not in ANGLES_ON_HOST
+        self._shared_tail = self._find_tail()
         self.capturable = self._recurrent.can_be_captured() and has_form and is_known
 
     @classmethod
@@ -144,6 +147,11 @@ class GenericForCausalLM(nn.Module):
         return self._recurrent if self._recurrent.layers else None
 
     @property
+    def split(self) -> "GenericForCausalLM | None":
+        """The model, if it ends in layers that store nothing; see `shared_tail`."""
+        return None if self._shared_tail is None else self
+
+    @property
     def decoder_layers(self) -> Sequence[nn.Module]:
         """The decoder's layers; see `PagedModel`."""
         return tuple(getattr(self._decoder, "layers", ()))
@@ -164,6 +172,31 @@ class GenericForCausalLM(nn.Module):
         if lm_head_indices is not None:
             hidden = hidden[lm_head_indices]
         return (hidden if skip_lm_head else self.head(hidden, context.adapter_data)), None
+
+    @torch.inference_mode()
+    def trunk(
+        self, input_ids: Tensor, position_ids: Tensor, context: PagedContext
+    ) -> tuple[Tensor, ...]:
+        """The stream behind the last layer that stores keys and values; see `SplitModel`."""
+        assert self._shared_tail is not None
+        layers = PagedLayers(context, self._forms)
+        with self._shared_tail.before(), self._step.using(layers, context.adapter_data):
+            self._decode(input_ids, position_ids)
+            return (self._shared_tail.left(),)
+
+    @torch.inference_mode()
+    def tail(
+        self,
+        left: Sequence[Tensor],
+        input_ids: Tensor,
+        position_ids: Tensor,
+        context: PagedContext,
+    ) -> Tensor:
+        """From that of some tokens to what the head reads; see `SplitModel`."""
+        assert self._shared_tail is not None
+        layers = PagedLayers(context, self._forms)
+        with self._shared_tail.behind(*left), self._step.using(layers, context.adapter_data):
+            return self._decode(input_ids, position_ids)
 
     @torch.inference_mode()
     def head(self, hidden: Tensor, adapter_data: AdapterData | None) -> Tensor:
@@ -227,6 +260,14 @@ class GenericForCausalLM(nn.Module):
         out = self._decoder(input_ids=input_ids[None], position_ids=position_ids[None], **options)
         hidden: Tensor = out.last_hidden_state[0]
         return hidden
+
+    def _find_tail(self) -> SharedTail | None:
+        """Return the layers at the end that store nothing; None without any."""
+        layers, count, decoder = self.decoder_layers, self.num_layers, cast(Any, self._decoder)
+        if decoder.config.model_type not in TYPES or len(layers) != count:
+            return None
+        first = first_shared(self._forms, count)
+        return None if first == count else SharedTail(layers, first, self._forms)
 
     @torch.inference_mode()
     def _learn_layers(self) -> dict[int, tuple[int, AttentionLayer]]:

@@ -22,7 +22,8 @@ from modeling.adapters.product import AdapterData, OutputSlice
 from modeling.attention.kv_layout import allocate_blocks
 from modeling.runner.load_paged import load_paged
 from modeling.runner.paged import ModelRunner
-from modeling.runner.piecewise import TOKENS, PiecewiseGraphs, PiecewiseParts, piecewise_sizes
+from modeling.runner.pieces import CapturedParts
+from modeling.runner.piecewise import TOKENS, PiecewiseGraphs, piecewise_sizes
 from sharding.group import SingleRank
 from tests.modeling.parity.comparison import FAMILIES, World, engine_config, place_all
 from tests.modeling.runner.test_cuda_graphs import BLOCK_SIZE, CPU, NUM_BLOCKS, requests
@@ -118,15 +119,15 @@ def record_on_cpu(
     """Let a CPU runner replay its mixed steps from tapes; of_experts: with adapters of experts."""
     page = runner.report.num_blocks
     runner._forward.cache[:] = allocate_blocks(runner._parts.cache, page + 1, CPU)
-    parts = PiecewiseParts(
-        forward=runner._forward,
+    parts = CapturedParts(
+        compute=runner._forward.whole,
         backends=runner._backends,
         dummy_slots=[tables.dummy_slot(page) for tables in runner._input_batch.tables],
         adapters=of_experts or GatheredAdapters(runner._bank, max(sizes)),
         has_experts=of_experts is not None,
     )
     with torch.inference_mode():
-        graphs = PiecewiseGraphs(parts, sizes, CPU, Tapes())
+        graphs = PiecewiseGraphs(runner._forward, parts, sizes, Tapes())
         while graphs.unrecorded:
             graphs.record_next()
         return graphs

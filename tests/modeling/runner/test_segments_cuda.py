@@ -7,15 +7,16 @@ from typing import Any
 import pytest
 import torch
 
-from configs.engine import CudaGraphs
+from configs.engine import AttentionKind, CudaGraphs
 from configs.wire.plan import RequestJoin, StepRow
 from configs.wire.sampling import Sampling
 from modeling.runner.forward import prepare
 from modeling.runner.paged import ModelRunner
 from modeling.runner.piecewise import PiecewiseGraphs
-from tests.checkpoints import write_llama
+from tests.checkpoints import write_adapter, write_llama
+from tests.checkpoints_generic import write_generic
 from tests.modeling.no_waits import no_synchronisation
-from tests.modeling.parity.comparison import place_all
+from tests.modeling.parity.comparison import FAMILIES, place_all
 from tests.modeling.runner.test_cuda_graphs import BLOCK_SIZE, NUM_BLOCKS, requests
 from tests.modeling.runner.test_graphs_cuda import (
     ENDS,
@@ -25,7 +26,7 @@ from tests.modeling.runner.test_graphs_cuda import (
     make_runner,
     write_kinds,
 )
-from tests.modeling.stepping import generate
+from tests.modeling.stepping import BlockPile, generate
 
 pytestmark = [
     pytest.mark.gpu,
@@ -71,10 +72,10 @@ def hidden_states(runner: ModelRunner, lengths: list[int], slots: list[int]) -> 
         for place, (length, slot) in enumerate(zip(lengths, slots, strict=True))
     ]
     runner._input_batch.join(joins)
-    starts = [sum(-(-n // BLOCK_SIZE) for n in lengths[:i]) for i in range(len(lengths))]
+    pile = BlockPile(NUM_BLOCKS, BLOCK_SIZE, runner.report.kv_groups)
     rows = [
-        StepRow(place, 0, length, list(range(first, first - -length // BLOCK_SIZE)), True)
-        for place, (length, first) in enumerate(zip(lengths, starts, strict=True))
+        StepRow(place, 0, length, pile.reach(place, length), True)
+        for place, length in enumerate(lengths)
     ]
     layout = runner._input_batch.layout(rows)
     inputs = runner._input_batch.inputs(layout)
@@ -83,7 +84,7 @@ def hidden_states(runner: ModelRunner, lengths: list[int], slots: list[int]) -> 
         for replayed in (True, False):
             step = prepare(runner._backends, inputs)
             if replayed:
-                hidden = segments.run(inputs, step)
+                hidden = segments.run(inputs, step, runner._tail_step(layout))
             else:
                 adapters = runner._step_adapters(layout)
                 hidden = runner._forward.hidden(inputs, step, adapters)[inputs.tokens_read]
@@ -135,4 +136,25 @@ def test_replays_embed_as_adapters_do(tmp_path: Path) -> None:
         # These adapters are strong: bfloat16 alone moves their states by 5 % from float32's.
         assert error < 8e-2, float(error)
     generate(runner, requests([-1, 0, 1, 2]), NUM_BLOCKS, BLOCK_SIZE)
+    assert runner.num_steps == runner.num_captured > 20
+
+
+def test_replays_of_layers_that_share_keys_are_launches(tmp_path: Path) -> None:
+    """The last layers compute what is read; their attention is launched for these tokens."""
+    write_generic(tmp_path / "model", "gemma4_text")
+    names = list(FAMILIES["generic"].adapters)[:2]
+    for name in names:
+        write_adapter(tmp_path / name, tmp_path / "model", FAMILIES["generic"].adapters[name])
+    fields = {"attention": AttentionKind.AUTO, "cuda_graphs": CudaGraphs.ALL}
+    runner = make_runner(tmp_path / "model", **fields)
+    place_all(runner, [tmp_path / name for name in names])
+    assert runner._forward.split is not None
+    for lengths, slots in (([64], [-1]), ([1, 1, 40], [0, -1, 1]), ([9, 1, 1, 80], [0, 1, -1, 0])):
+        replayed, launched = hidden_states(runner, lengths, slots)
+        assert len(replayed) == len(lengths)
+        error = (replayed - launched).norm() / launched.norm()
+        assert error < 5e-2, (lengths, float(error))
+    generate(runner, requests([-1, 0, 1]), NUM_BLOCKS, BLOCK_SIZE)
+    runner.num_steps = runner.num_captured = 0
+    generate(runner, requests([-1, 0, 1]), NUM_BLOCKS, BLOCK_SIZE)
     assert runner.num_steps == runner.num_captured > 20
