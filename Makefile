@@ -5,6 +5,9 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off
 SERVES := $(VENV)/.ready
 READY := $(VENV)/.ready-dev
+# Each of a server's twenty processes would compile Ray, torch and transformers for itself: starts
+# take twice as long.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup serve test test-all test-gpu check fmt parity sweep families bench soak kills \
 	test-gateways lock test-clients image-steps clean

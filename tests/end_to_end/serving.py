@@ -30,6 +30,8 @@ RAY_SETTINGS = {
     # Where starts are slow Ray would begin them anew, and where memory is short end some process.
     "RAY_worker_register_timeout_seconds": f"{PATIENCE_SECONDS:.0f}",
     "RAY_memory_monitor_refresh_ms": "0",
+    # Ray gives its workers the lowest priority: tests beside them would take all of their time.
+    "RAY_worker_niceness": "0",
     # Serve would kill its front for being slow.
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": f"{PATIENCE_SECONDS:.0f}",
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": f"{PATIENCE_SECONDS:.0f}",

@@ -38,7 +38,7 @@ def two_bases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     ]
     path: Path = tmp_path_factory.mktemp("bases") / "config.yaml"
     path.write_text(yaml.safe_dump(config))
-    running = start(path, port)
+    running = start(path, port, "--no-dashboard")
     yield running
     stop(running)
 

@@ -54,7 +54,8 @@ class Nodes:
 def nodes() -> Iterator[Nodes]:
     before = dict(os.environ)
     os.environ.update(RAY_SETTINGS)
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "wait": False})
+    head = {"num_cpus": 0, "wait": False, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
     for _ in range(6):
         cluster.add_node(wait=False, num_cpus=1, object_store_memory=80 * 2**20)
         cluster.wait_for_nodes(PATIENCE_SECONDS)

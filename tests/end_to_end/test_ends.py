@@ -37,7 +37,7 @@ def own(tmp_path: Path) -> Iterator[Served]:
     # Ranks that a test stops do not count as lost.
     engine["recovery"]["step_timeout_s"] = PATIENCE_SECONDS
     path.write_text(yaml.safe_dump(config))
-    served = start(path, port, "--drain-seconds", str(PATIENCE_SECONDS))
+    served = start(path, port, "--no-dashboard", "--drain-seconds", str(PATIENCE_SECONDS))
     yield served
     kill(served.process.pid)
 
