@@ -276,7 +276,7 @@ def test_what_cannot_be_padded_says_why_it_is_not_paged(tmp_path: Path) -> None:
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0], "long_factor": [2.0]}
     settings = {**tiny_config("lfm2").to_dict(), "architectures": None, "rope_parameters": rope}
     (tmp_path / "config.json").write_text(json.dumps(settings))
-    with pytest.raises(ArchitectureError, match="conv: .*; .* because rope_type longrope is not"):
+    with pytest.raises(ArchitectureError, match=r"conv: .*; .* because rope_type longrope is not"):
         select.load_runner(padded_config(tmp_path), SingleRank(), CPU, spread=False)
 
 
