@@ -51,7 +51,7 @@ def check_windows(config: Any, layers: Mapping[int, AttentionLayer], longest: in
     """
     try:
         cache = DynamicCache(config=config)
-    except (TypeError, ValueError, KeyError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ArchitectureError(
             f"transformers makes no cache for this {type(config).__name__}, as layer_types and "
             f"sliding_window in config.json do not fit each other: {error!r}"
