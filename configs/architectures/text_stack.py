@@ -7,7 +7,7 @@ the model that it is by itself, from the tensors that are its own.
 from collections.abc import Mapping
 from typing import Any
 
-from configs.architectures.base import ArchitectureError
+from configs.architectures.base import ArchitectureError, refuse_unserved
 from configs.architectures.text_decoders import DECODERS
 
 SUFFIX = "ForConditionalGeneration"
@@ -148,6 +148,9 @@ def text_config(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
         raise ArchitectureError(f"{name}: final_logit_softcapping is not served inside of it")
     shared = {key: config[key] for key in _SHARED if config.get(key) is not None}
     fields = {**decoder.unsaid, **text, **decoder.fixed}
+    if "use_sliding_window" in decoder.fixed:
+        # Its attention has no window, but the cache of transformers forgets by one.
+        refuse_unserved(name, text, fields["max_position_embeddings"])
     if decoder.splits_width:
         width = fields["hidden_size"] // fields["num_attention_heads"]
         if fields.setdefault("head_dim", width) != width:

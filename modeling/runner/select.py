@@ -4,6 +4,7 @@ import logging
 
 import torch
 
+from configs.architectures.base import ArchitectureError
 from configs.architectures.encoders import EncoderArchitecture
 from configs.architectures.select import load_architecture, padded_reason
 from configs.engine import EngineConfig
@@ -35,4 +36,8 @@ def load_runner(
         return load_encoder(config, group, device)
     from modeling.runner.load_padded import load_padded
 
-    return load_padded(config, group, device, spread)
+    try:
+        return load_padded(config, group, device, spread)
+    except ArchitectureError as error:
+        # Another model of its type may be paged, and what is refused here be nothing to it.
+        raise ArchitectureError(f"{error}; it would run padded because {why}") from error

@@ -229,6 +229,10 @@ def test_ends_are_tied_where_either_config_says_so(outer: Any, inner: Any, tied:
             },
             "decoder alone: rope_type longrope",
         ),
+        *(
+            ({"text_config": {**TEXT, "model_type": kind, "sliding_window": 8}}, r"window \(8\)")
+            for kind in ("qwen3_omni_moe_text", "qwen3_vl_moe_text", "qwen3_vl_text")
+        ),
     ],
 )  # fmt: skip
 def test_refusals_say_what_is_not_served(changes: dict[str, Any], message: str) -> None:

@@ -277,6 +277,13 @@ def _refuse_tensor(key: str, adapter: PeftAdapter) -> NoReturn:
             f"target_parameters: {key} adapts neither a linear module's weight nor experts that "
             "are known here, which is not served: merge the adapter into the base model"
         )
+    path = key.rpartition(".")[0]
+    saved = [entry for entry in adapter.plan.modules_to_save if path.endswith(entry)]
+    if saved and FACTOR not in key:
+        refuse(
+            f"modules_to_save={saved}: {key} is of a module that no adapter may bring here; name "
+            "the others by longer paths and retrain, or merge the adapter into the base model"
+        )
     names = sorted({module.rsplit(".", 1)[-1] for module in known})
     refuse(
         f"tensor {key} belongs to no adaptable module of this model (those are {', '.join(names)} "

@@ -63,7 +63,7 @@ class SourceNames:
             if pattern is not None:
                 part = converter.source_patterns.index(pattern)
                 if _joins_convolutions(converter):
-                    self._joined[final][part] = name
+                    self._joined[self._whole.get(final, final)][part] = name
                     return
                 _check(converter)
                 final = self._complete(final)

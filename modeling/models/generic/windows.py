@@ -49,7 +49,14 @@ def check_windows(config: Any, layers: Mapping[int, AttentionLayer], longest: in
     layers: those that attend, by their numbers in the model. longest: sequence in tokens.
     ArchitectureError names the setting.
     """
-    for number, kept in enumerate(DynamicCache(config=config).layers):
+    try:
+        cache = DynamicCache(config=config)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ArchitectureError(
+            f"transformers makes no cache for this {type(config).__name__}, as layer_types and "
+            f"sliding_window in config.json do not fit each other: {error!r}"
+        ) from error
+    for number, kept in enumerate(cache.layers):
         window = getattr(kept, "sliding_window", None)
         layer = layers.get(number)
         if layer is None:

@@ -45,6 +45,8 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "gemma2": ({"hidden_activation": "mine"}, r"builds no gemma2 of this config.json: KeyError"),
     "gemma": ({"num_attention_heads": 0}, r"does not take this config.json of a gemma|builds no"),
     "deepseek_v3": ({"head_dim": 32}, r"deepseek_v3 cannot be computed by this config.json"),
+    "qwen3_moe": ({"layer_types": ["sliding_attention"] * 2}, r"no cache .* do not fit each other"),
+    "helium": ({"layer_types": ["sliding_attention"] * 2}, r"no cache .*no attribute 'sliding_w"),
     "olmo2": ({"architectures": ["OlmoForCausalLM"]}, r"model_type olmo2 is a Olmo2ForCausalLM"),
 }
 """What a config.json may say too, of which parts of transformers hold different things."""

@@ -64,6 +64,11 @@ def test_checkpoints_of_the_decoder_alone(world: World, variant: str) -> None:
     compare(world, Setting("headless", variant, 2, [BASE, "parameters"]))
 
 
+def test_convolutions_of_the_decoder_alone(world: World) -> None:
+    """Those of queries, keys and values, which the module has as one tensor."""
+    compare(world, Setting("headless", "kimi_linear", 1, [BASE]))
+
+
 def test_experts_of_which_some_are_named_in_full_are_refused(tmp_path: Path) -> None:
     """transformers puts those that are into one order, and then the others."""
     folder = write_generic(tmp_path, "qwen3_moe")

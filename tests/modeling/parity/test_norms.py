@@ -130,3 +130,13 @@ def test_what_is_refused(world: World, tmp_path: Path, fault: str) -> None:
     }
     with pytest.raises(AdapterError, match=said[fault]):
         list(open_adapter(folder, adaptable(engine_config(model)), 64).read_matrices())
+
+
+def test_a_norm_of_a_recurrent_layer_is_named(world: World, tmp_path: Path) -> None:
+    """Its name ends like that of the decoder's last norm, which adapters may bring."""
+    model = world.model("generic", "qwen3_next")
+    extra = {"modules_to_save": ["norm"]}
+    folder = write_adapter(tmp_path, model, AdapterRecipe(target_modules=("o_proj",), extra=extra))
+    said = r"modules_to_save=\['norm'\]: \S+linear_attn.norm.weight is of a module that no adapter"
+    with pytest.raises(AdapterError, match=said):
+        open_adapter(folder, adaptable(engine_config(model)), 8)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from configs.adapters import AdaptersConfig
+from configs.architectures.base import ArchitectureError
 from configs.engine import EngineConfig, LimitsConfig
 from configs.model import ModelConfig, Quantize
 from configs.wire.adapters import AdapterError, AdapterKey, FetchedAdapter
@@ -23,6 +24,7 @@ from modeling.runner.load_paged import load_paged
 from modeling.runner.padded import PaddedRunner
 from sharding.group import SingleRank
 from tests.checkpoints import AdapterRecipe, write_adapter, write_llama
+from tests.modeling.models.tiny_causal import tiny_config
 from tests.modeling.padded import (
     BLOCK_SIZE,
     NUM_BLOCKS,
@@ -268,6 +270,14 @@ def test_more_ranks_than_one_are_refused(padded: PaddedWorld) -> None:
 def test_the_vocabulary_cannot_be_opened(padded: PaddedWorld) -> None:
     with pytest.raises(ValueError, match=r"adapters\.vocabulary: .* set it to false"):
         padded_runner(padded.model("bloom"), adapters=AdaptersConfig(vocabulary=True))
+
+
+def test_what_cannot_be_padded_says_why_it_is_not_paged(tmp_path: Path) -> None:
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0], "long_factor": [2.0]}
+    settings = {**tiny_config("lfm2").to_dict(), "architectures": None, "rope_parameters": rope}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(ArchitectureError, match=r"conv: .*; .* because rope_type longrope is not"):
+        select.load_runner(padded_config(tmp_path), SingleRank(), CPU, spread=False)
 
 
 def test_the_runner_depends_on_the_model(
