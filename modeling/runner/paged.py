@@ -368,7 +368,15 @@ class ModelRunner(BaseRunner):
         if self._parts.weights.model.states is None:
             return ()
         slots = to_device(layout.row_slots, self._device)
-        return state_rows(layout, slots, partial(self._kernel.batch, self._bank))
+        return state_rows(layout, slots, self._rows_adapters)
+
+    def _rows_adapters(self, slots: Sequence[int], lengths: Sequence[int]) -> AdapterData:
+        """Return the adapters of rows that recurrent layers compute by themselves."""
+        adapters = self._kernel.batch(self._bank, slots, lengths)
+        if not adapts_more(self._bank, slots):
+            return adapters
+        of_token = np.repeat(np.array(slots), lengths)
+        return VocabularyAdapters(adapters, self._bank, of_token, of_token[:0])
 
     def _with_vocabulary(self, adapters: AdapterData, layout: StepLayout) -> AdapterData:
         """Join what the step's adapters change beside linear maps of the layers, where some do."""

@@ -342,6 +342,9 @@ FAMILIES: dict[str, Family] = {
     "generic_whole": Family(
         write_generic, _whole(("q_proj",), "layers.1.mlp.gate_proj", "v_proj", "down_proj")
     ),
+    "mixers_whole": Family(
+        write_generic, _whole(("o_proj",), "layers.0.linear_attn.out_proj", "in_proj_qkvz")
+    ),
     "longlora": Family(
         write_generic,
         {

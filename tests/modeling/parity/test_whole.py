@@ -46,6 +46,13 @@ def test_alone(world: World) -> None:
     compare(world, setting("gpt2_whole", 2, "whole", chunk=WHOLE))
 
 
+def test_in_recurrent_layers(world: World) -> None:
+    """Those compute their rows by themselves, so they have the adapters of these alone."""
+    names = ("in_proj_qkvz", "out_proj")
+    asked = Setting("mixers_whole", "qwen3_next", 1, ["whole", BASE, "plain"], linears=names)
+    compare(world, asked)
+
+
 def test_under_the_scheduler(world: World) -> None:
     """With prefix hits, and after a loss of the ranks."""
     asked = setting("llama_whole", 2, "whole", BASE, "whole", "one", lost_at=14)
