@@ -265,10 +265,9 @@ class ModelRunner(BaseRunner):
         """
         inputs = self._input_batch.inputs(layout)
         attention = prepare(self._backends, inputs)
-        tail = self._tail_step(layout)
-        hidden = self._replay_piecewise(inputs, attention, tail)
+        hidden = self._replay_piecewise(inputs, attention)
         if hidden is None:
-            hidden = self._hidden(inputs, attention, tail)
+            hidden = self._hidden(inputs, attention)
         head, scores = partial(self._head, layout), None
         if layout.prompt_rows:
             scores = self._prompts.read(layout.prompt_rows, hidden, self._input_batch.tokens, head)
@@ -286,17 +285,17 @@ class ModelRunner(BaseRunner):
         attention = prepare(self._backends, inputs) if split.tail_attends else ()
         return TailStep(inputs, to_device(layout.read, self._device), attention)
 
-    def _hidden(self, inputs: StepInputs, attention: StepPlans, tail: TailStep | None) -> Tensor:
+    def _hidden(self, inputs: StepInputs, attention: StepPlans) -> Tensor:
         """Return the hidden states of the tokens that are read, launch by launch."""
         layout = inputs.layout
         with self._norms.using(layout.adapter_slots, layout.adapter_lengths):
             adapters = self._step_adapters(layout)
-            if self._forward.split is None:
+            if self._forward.split is None or len(layout.read) == len(layout.positions):
                 rows = self._state_rows(layout)
                 hidden = self._forward.hidden(inputs, attention, adapters, rows)
                 return hidden[inputs.tokens_read]
             left = self._forward.trunk(inputs, attention, adapters)
-        if tail is None:
+        if (tail := self._tail_step(layout)) is None:
             return left[0][:0]
         layout, read = tail.inputs.layout, [each[tail.read] for each in left]
         with self._norms.using(layout.adapter_slots, layout.adapter_lengths):
@@ -314,14 +313,13 @@ class ModelRunner(BaseRunner):
         slots = self._input_batch.adapters_of(batch.rows)
         return guess(guesser, batch.guesses, batch.rows, slots, layout, hidden, sampled.tokens)
 
-    def _replay_piecewise(
-        self, inputs: StepInputs, attention: StepPlans, tail: TailStep | None
-    ) -> Tensor | None:
+    def _replay_piecewise(self, inputs: StepInputs, attention: StepPlans) -> Tensor | None:
         """Return the same, of a step in graph pieces; None when none serve this step."""
         slots, graphs = inputs.layout.adapter_slots, self._piecewise_graphs
         if graphs is None or self._replaces(slots, graphs.has_experts):
             return None
         with_experts = self._bank.changes(slots, (ProjectionKind.EXPERTS,))
+        tail = partial(self._tail_step, inputs.layout)
         hidden = graphs.run(inputs, attention, tail, with_experts)
         self.num_captured += hidden is not None
         return hidden

@@ -6,7 +6,7 @@ numbers of tokens, and a step takes the next larger number. Where the model spli
 its trunk, and its tail computes the rest for the tokens that are read.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -75,12 +75,13 @@ class PiecewiseGraphs:
         self,
         inputs: StepInputs,
         attention: StepPlans,
-        tail: TailStep | None,
+        tail: Callable[[], TailStep | None],
         with_experts: bool = False,
     ) -> Tensor | None:
         """Hidden states of a step's tokens that are read, until the next step.
 
-        None when no size holds it. tail: None where nothing is read, or the model does not split.
+        None when no size holds it. tail: returns None where nothing is read; not called unless the
+        model splits.
         with_experts: whether adapters change any. It must be false where `has_experts` is.
         """
         kind = StepAdapters.of(inputs.layout.adapter_slots, with_experts)
@@ -89,14 +90,14 @@ class PiecewiseGraphs:
         left = self._steps.run(inputs, attention, kind)
         if self._tails is None:
             return left[0][inputs.tokens_read]
-        if tail is None:
+        if (step := tail()) is None:
             return left[0][:0]
-        count = len(tail.read)
-        self._read[:count].copy_(tail.read)
+        count = len(step.read)
+        self._read[:count].copy_(step.read)
         # Padding tokens compute a token of the step again.
         self._read[count:].zero_()
-        hidden = self._tails.run(tail.inputs, tail.attention, kind)[0]
-        return hidden[tail.inputs.tokens_read]
+        hidden = self._tails.run(step.inputs, step.attention, kind)[0]
+        return hidden[step.inputs.tokens_read]
 
     def _tail(
         self, tensors: StepTensors, attention: StepPlans, adapters: AdapterData | None

@@ -34,6 +34,9 @@ SUMS = [
 ]
 """Family, variant, and the sums of one of its layers."""
 
+SPLIT = ("llama", "relative", "fused")
+"""Families that leave out the last layer's sums where no token is read."""
+
 
 def joins(slots: list[int], sampling: Sampling) -> list[RequestJoin]:
     return [RequestJoin(i, [1, 2, 3, 4 + i], 4, slot, sampling) for i, slot in enumerate(slots)]
@@ -73,7 +76,7 @@ def test_a_step_sums_and_gathers_no_more_than_it_must(
         return found
 
     expected = Counter(sum=1 + sums * LAYERS, gather=1)
-    nothing_sampled = Counter(sum=1 + sums * LAYERS)
+    nothing_sampled = Counter(sum=1 + sums * LAYERS - sums * (family in SPLIT))
     for found in run_ranks(2, on_rank):
         assert found == [expected] * 6 + [nothing_sampled]
 

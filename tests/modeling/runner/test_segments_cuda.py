@@ -1,6 +1,7 @@
 """Captured mixed steps as CUDA graphs: what they leave is what launches leave."""
 
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ def hidden_states(runner: ModelRunner, lengths: list[int], slots: list[int]) -> 
         for replayed in (True, False):
             step = prepare(runner._backends, inputs)
             if replayed:
-                hidden = segments.run(inputs, step, runner._tail_step(layout))
+                hidden = segments.run(inputs, step, partial(runner._tail_step, layout))
             else:
                 adapters = runner._step_adapters(layout)
                 hidden = runner._forward.hidden(inputs, step, adapters)[inputs.tokens_read]

@@ -192,17 +192,21 @@ def test_steps_are_launched_before_masks_are_computed(
 ) -> None:
     """So the device computes while the host waits for the step before and makes the masks."""
     runner, order = setup.runner(SingleRank()), list[str]()
-    forward, masks = PagedForward.logits, runner._grammars.masks
+    masks = runner._grammars.masks
 
-    def launch(*args: Any) -> Any:
-        order.append("forward")
-        return forward(*args)
+    def launching(forward: Any) -> Any:
+        def launch(*args: Any) -> Any:
+            order.append("forward")
+            return forward(*args)
+
+        return launch
 
     def ask(*args: Any) -> Any:
         order.append("masks")
         return masks(*args)
 
-    monkeypatch.setattr(PagedForward, "logits", launch)
+    for name in ("hidden", "tail"):
+        monkeypatch.setattr(PagedForward, name, launching(getattr(PagedForward, name)))
     monkeypatch.setattr(runner._grammars, "masks", ask)
     requests = [replace(request_of(row), num_tokens=5) for row in MIX]
     generate(runner, requests, NUM_BLOCKS, BLOCK_SIZE)
