@@ -39,15 +39,12 @@ COLUMNS = 5
 """Of a step: where its ids are, positions, targets, sampling tokens, the rows' batch slots. Each
 group's slots follow."""
 
-Forward = Callable[[StepTensors, StepPlans, AdapterData | None], Tensor]
-"""From a step's tensors, planned attention and adapters to hidden states."""
-
 HeadForward = Callable[
     [StepTensors, StepPlans, AdapterData | None, tuple[StateRows, ...]],
     tuple[Tensor, Tensor | None],
 ]
-"""From the same and the rows of recurrent layers to logits [samples, vocab], and to the states
-[samples, width] that they are of, where heads read those."""
+"""From a step's tensors, planned attention, adapters and rows of recurrent layers to logits
+[samples, vocab], and to the states [samples, width] that they are of, where heads read those."""
 
 Record = Callable[[Callable[[], None]], Callable[[], None]]
 """From a computation on fixed addresses to its replay."""
