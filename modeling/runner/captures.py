@@ -170,7 +170,7 @@ def capture(
             heads = guesser.graphs(parts.state, outputs.states, rooms, record)
     if sizes.mixed:
         slots = [tables.dummy_slot(parts.dummy_block) for tables in parts.state.tables]
-        given = forward.whole, parts.backends, slots, parts.adapters, parts.has_experts
+        given = forward.trunk, parts.backends, slots, parts.adapters, parts.has_experts
         pieces = CapturedParts(*given)
         mixed = PiecewiseGraphs(forward, pieces, sizes.mixed, PieceRecorder(device))
     return StepGraphs(decode, mixed, tuple(checked), heads)

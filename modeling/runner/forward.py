@@ -104,17 +104,12 @@ class PagedForward:
         """Return all tokens' hidden states [tokens, ...], without the head."""
         return self._run(tensors, attention, adapters, None, state_rows)
 
-    def whole(
-        self, tensors: StepTensors, attention: StepPlans, adapters: AdapterData | None
-    ) -> tuple[Tensor, ...]:
-        """Return all tokens' hidden states as the one thing that a step leaves."""
-        return (self.hidden(tensors, attention, adapters),)
-
     def trunk(
         self, tensors: StepTensors, attention: StepPlans, adapters: AdapterData | None
     ) -> tuple[Tensor, ...]:
-        """Return what `SplitModel.trunk` does, of all tokens."""
-        assert self.split is not None
+        """Return what `SplitModel.trunk` does; hidden states alone where nothing is split."""
+        if self.split is None:
+            return (self.hidden(tensors, attention, adapters),)
         with self._captured(adapters):
             context = self._context(tensors, attention, adapters, ())
             return self.split.trunk(tensors.input_ids, tensors.positions, context)
@@ -157,9 +152,11 @@ class PagedForward:
         adapters: AdapterData | None,
         state_rows: tuple[StateRows, ...],
     ) -> PagedContext:
+        # A tail that does not attend has no plans, and reads no group.
+        own = tensors.groups if attention else ()
         groups = tuple(
             GroupStep(group.cu_seqlens, group.block_tables, group.slots, step)
-            for group, step in zip(tensors.groups, attention, strict=bool(attention))
+            for group, step in zip(own, attention, strict=True)
         )
         return PagedContext(self.cache, groups, adapters, state_rows=state_rows)
 

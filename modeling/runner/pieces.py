@@ -1,7 +1,7 @@
 """A computation over a step's tokens as captured pieces, with attention launched between them.
 
-It is recorded once for each of some numbers of tokens, cut where a layer calls attention: that is
-planned for the step's own rows. Padding tokens write into the dummy block, which no request owns,
+It is recorded for some numbers of tokens and cut where a layer calls attention, which is planned
+for the step's own rows. Padding tokens write into the dummy block, which no request owns,
 and their results are not read.
 """
 
@@ -119,7 +119,7 @@ class SplitPoint(AttentionBackend):
 
 
 class CapturedPieces:
-    """One computation, by numbers of tokens and what adapters change."""
+    """All pieces of one computation, by the number of tokens and what adapters change."""
 
     def __init__(
         self,

@@ -46,9 +46,9 @@ class PiecewiseGraphs:
         sizes: Sequence[int],
         recorder: Recorder,
     ) -> None:
-        """sizes: of tokens. `record_next` records one after the other.
+        """forward: computes tails, if the model splits. parts: of the steps until then.
 
-        parts: those of whole steps; trunks and tails compute their own.
+        sizes: of tokens. `record_next` records one after the other.
         """
         largest = max(sizes)
         points = [SplitPoint.of(backend.spec, largest) for backend in parts.backends]
@@ -61,7 +61,6 @@ class PiecewiseGraphs:
             few = (size for size in FEW if size < largest)
             tails = replace(parts, compute=self._tail)
             self._tails = CapturedPieces(tails, (*few, *sizes), points, recorder)
-            parts = replace(parts, compute=forward.trunk)
         self._steps = CapturedPieces(parts, sizes, points, recorder)
         self.unrecorded = self._steps.unrecorded
 

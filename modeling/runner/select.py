@@ -39,5 +39,5 @@ def load_runner(
     try:
         return load_padded(config, group, device, spread)
     except ArchitectureError as error:
-        # Another model of its type may be paged, and what is refused here be nothing to it.
+        # The setting that keeps it from being paged may be the one to change.
         raise ArchitectureError(f"{error}; it would run padded because {why}") from error

@@ -80,9 +80,9 @@ class SharedTail:
             hidden = self._stream
         if index in self._computed:
             if self._computed.start:
-                # The layers that would have left these were not computed, and none is read.
+                # The layers that would have left their keys and values were not computed.
                 shape = (1, form.num_kv_heads, 1, form.head_dim)
-                more["shared_kv_states"] = _Any(hidden.new_zeros(shape))
+                more["shared_kv_states"] = _Unread(hidden.new_zeros(shape))
             found: Tensor = forward(hidden, *rest, **more)
             return found
         if index == self._first:
@@ -90,8 +90,8 @@ class SharedTail:
         return hidden
 
 
-class _Any:
-    """Keys and values under every name."""
+class _Unread:
+    """Keys and values that a layer takes and attention does not read, under every name."""
 
     def __init__(self, part: Tensor) -> None:
         self._part = part

@@ -120,7 +120,7 @@ def record_on_cpu(
     page = runner.report.num_blocks
     runner._forward.cache[:] = allocate_blocks(runner._parts.cache, page + 1, CPU)
     parts = CapturedParts(
-        compute=runner._forward.whole,
+        compute=runner._forward.trunk,
         backends=runner._backends,
         dummy_slots=[tables.dummy_slot(page) for tables in runner._input_batch.tables],
         adapters=of_experts or GatheredAdapters(runner._bank, max(sizes)),
