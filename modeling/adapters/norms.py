@@ -113,8 +113,8 @@ class AdaptedNorms:
                 plus = getattr(norm.module, "plus", 0.0)
                 # Adapters know no models: those with such an attribute read it in captured steps.
                 setattr(norm.module, "rows", NormRows(self._step, weights, plus))  # noqa: B010
-        # What replaces several of transformers' modules by one launch must leave norms alone.
-        self._fusable = [norm.module for norm in norms if norm.module is not norm.code]
+        # What computes norms together with other things must leave them alone.
+        self._fusable = [each.module for each in norms if hasattr(each.module, "called_alone")]
 
     def changes(self, slots: Sequence[int]) -> bool:
         """Return whether an adapter of these slots (-1: base) brings norms."""

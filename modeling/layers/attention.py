@@ -6,89 +6,80 @@ import torch
 from torch import Tensor
 
 from modeling.attention.kv_cache import LayerCache
-from modeling.layers.fused import casts_to_fp8, fused_ops
+from modeling.layers.angles import Angles
+from modeling.layers.fused import FusedOps, casts_to_fp8, fused_ops
 from modeling.layers.head_norms import HeadNorms
 from modeling.layers.norm import RMSNorm
 from modeling.layers.rotary import rotate
 from sharding.slicing import HeadCut
 
-Angles = tuple[Tensor, Tensor]
-"""Cosines and sines of a step's positions, [tokens, 1, rotated width] each."""
-
 
 def norm_heads(qkv: Tensor, heads: HeadCut, q_norm: RMSNorm, k_norm: RMSNorm) -> Tensor:
     """Norm each head of q and each of k in a fused product [tokens, all heads * head_dim]."""
-    counts = [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads]
-    q, k, v = torch.split(qkv.view(qkv.shape[0], sum(counts), -1), counts, dim=1)
+    q, k, v = split_heads(qkv, heads)
     return torch.cat((q_norm(q)[0], k_norm(k)[0], v), dim=1).flatten(1)
 
 
-def split_heads(
-    qkv: Tensor, heads: HeadCut, angles: Angles | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(q, k, v) of a fused product, q and k rotated: [tokens, heads or kv_heads, head_dim] each.
+def split_heads(qkv: Tensor, heads: HeadCut) -> Sequence[Tensor]:
+    """(q, k, v) of a fused product: [tokens, heads or kv_heads, head_dim] each.
 
-    qkv: [tokens, (heads + 2 * kv_heads) * head_dim], q first. angles: (cos, sin) or None for
-    models without rotation.
+    qkv: [tokens, (heads + 2 * kv_heads) * head_dim], q first.
     """
-    num_rotated = heads.num_heads + heads.num_kv_heads
-    split = qkv.view(qkv.shape[0], num_rotated + heads.num_kv_heads, -1)
-    rotated, values = split[:, :num_rotated], split[:, num_rotated:]
-    if angles is not None:
-        rotated = rotate(rotated, *angles)
-    return rotated[:, : heads.num_heads], rotated[:, heads.num_heads :], values
+    counts = [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads]
+    return torch.split(qkv.view(qkv.shape[0], sum(counts), -1), counts, dim=1)
+
+
+def rotate_heads(parts: Sequence[Tensor], angles: Angles | None) -> tuple[Tensor, Tensor, Tensor]:
+    """(q, k, v) with q and k rotated; angles: None for models without rotation."""
+    q, k, v = parts
+    return (q, k, v) if angles is None else (rotate(q, *angles), rotate(k, *angles), v)
 
 
 def rotate_and_store(
-    qkv: Tensor,
-    heads: HeadCut,
+    parts: Sequence[Tensor],
     angles: Angles | None,
     cache: LayerCache,
     slots: Tensor,
     stored: Tensor | None,
+    norms: HeadNorms | None = None,
+    overwrites: bool = False,
 ) -> Tensor:
-    """Rotate q and k of a fused product, store k and v in the cache, return q.
+    """Norm and rotate q and k, store k and v in the cache, return q.
 
-    qkv: [tokens, (heads + 2 * kv_heads) * head_dim], q first. angles: (cos, sin) or None for
-    models without rotation. slots: int64 [tokens]. stored: int64 [n], the tokens to store (None:
-    all); k and v of the others are in the cache already.
-    Returns [tokens, heads, head_dim].
+    parts: q, k, v [tokens, heads or kv_heads, head_dim]. angles: None for layers without rotation.
+    slots: int64 [tokens]. stored: int64 [n], the tokens to store (None: all); k and v of the others
+    are in the cache already. norms: of heads, before the rotation. overwrites: whether q may be.
     """
-    if angles is not None and stored is None:
-        # One launch instead of several; it rotates whole heads and stores every token.
-        split = qkv.view(qkv.shape[0], heads.num_heads + 2 * heads.num_kv_heads, -1)
-        counts = [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads]
-        parts = torch.split(split, counts, dim=1)
-        found = rotate_and_store_at_once(parts, angles, cache, slots, None, overwrites=True)
-        if found is not None:
-            return found
-    queries, keys, values = split_heads(qkv, heads, angles)
+    if stored is None and _writable(cache) and (fused := _fused(parts, angles)) is not None:
+        found: Tensor = fused.rotate_and_store(parts, angles, cache, slots, norms, overwrites)
+        return found
+    q, k, v = parts if norms is None else norms.of(parts)
+    if angles is not None:
+        q, k = (rotate(part, *angles).to(part.dtype) for part in (q, k))
     if stored is None:
-        cache.store(keys, values, slots)
+        cache.store(k, v, slots)
     else:
-        cache.store(keys[stored], values[stored], slots[stored])
-    return queries
+        cache.store(k[stored], v[stored], slots[stored])
+    return q.contiguous()
 
 
-def rotate_and_store_at_once(
-    parts: Sequence[Tensor],
-    angles: Angles,
-    cache: LayerCache,
-    slots: Tensor,
-    norms: HeadNorms | None,
-    overwrites: bool,
-) -> Tensor | None:
-    """See `FusedOps.rotate_and_store`; None where the device has no kernel for it.
+def rotate_queries(q: Tensor, angles: Angles | None, norms: HeadNorms | None) -> Tensor:
+    """Norm and rotate q alone, [tokens, heads, head_dim]."""
+    if (fused := _fused((q,), angles)) is not None:
+        found: Tensor = fused.rotate_and_store((q,), angles, None, None, norms)
+        return found
+    (normed,) = (q,) if norms is None else norms.of((q,))
+    turned = normed if angles is None else rotate(normed, *angles).to(q.dtype)
+    return turned.contiguous()
 
-    Whole heads are rotated by it.
-    """
+
+def _fused(parts: Sequence[Tensor], angles: Angles | None) -> FusedOps | None:
+    """The device's kernels, if they can read these; whole heads must lie behind each other."""
     q = parts[0]
-    fused, head_dim = fused_ops(q.device), q.shape[2]
-    are_whole = angles[0].shape[-1] == head_dim and all(angle.is_contiguous() for angle in angles)
+    head_dim = q.shape[2]
     lie_together = all(each.stride()[1:] == (head_dim, 1) for each in parts)
-    if fused is None or not (are_whole and lie_together and _writable(cache)):
-        return None
-    return fused.rotate_and_store(parts, angles, cache, slots, norms, overwrites)
+    are_whole = angles is None or all(each.is_contiguous() for each in angles[:2])
+    return fused_ops(q.device) if lie_together and are_whole and head_dim % 2 == 0 else None
 
 
 def _writable(cache: LayerCache) -> bool:

@@ -1,4 +1,4 @@
-"""Rotary position embedding: pairs (i, i + width / 2), angles in float32 as in transformers.
+"""Rotary position embedding, with angles in float32 as in transformers.
 
 Positions say which set of frequencies they take: p + s * POSITIONS_PER_SET is position p by set s.
 So rows of a step take different sets, and a CUDA graph holds for any of them.
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from configs.architectures.rope import POSITIONS_PER_SET, Rope, RopeType
+from modeling.layers.angles import Angles
 from modeling.layers.fused import fused_ops
 
 
@@ -95,14 +96,11 @@ class Rotary:
         self._dtype = dtype
         self._fused = fused_ops(device)
 
-    def angles(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """(cos, sin), each [tokens, 1, width], for int positions [tokens] with their sets.
-
-        sin has the signs of the rotation, so that rotating needs no negation. Both are scaled by
-        the rope's attention_factor.
-        """
+    def angles(self, position_ids: Tensor) -> Angles:
+        """Angles of int positions [tokens] with their sets, scaled by the attention_factor."""
         if self._fused is not None and position_ids.dim() == 1:
-            return self._fused.angles(position_ids, self._frequencies, self._scale, self._dtype)
+            numbers = (self._frequencies, self._scale, self._dtype)
+            return Angles(*self._fused.angles(position_ids, *numbers))
         sets = position_ids // POSITIONS_PER_SET
         position_ids = position_ids - sets * POSITIONS_PER_SET
         angles = position_ids.unsqueeze(-1).float() * self._frequencies[sets]
@@ -110,17 +108,22 @@ class Rotary:
         if self._scale != 1.0:
             cos, sin = cos * self._scale, sin * self._scale
         cos = torch.cat((cos, cos), dim=-1).to(self._dtype).unsqueeze(1)
-        return cos, torch.cat((-sin, sin), dim=-1).to(self._dtype).unsqueeze(1)
+        return Angles(cos, torch.cat((-sin, sin), dim=-1).to(self._dtype).unsqueeze(1))
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate [tokens, heads, head_dim] by the step's angles: pairs are (i, i + width / 2).
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, neighbours: bool = False) -> Tensor:
+    """Rotate heads [tokens, heads, head_dim] by the step's `Angles`.
 
-    width: the angles' last dimension; what lies beyond it in a head stays as it is.
+    What lies beyond the angles' width in a head stays as it is.
     """
     width = cos.shape[-1]
     if width < x.shape[-1]:
-        return torch.cat((rotate(x[..., :width], cos, sin), x[..., width:]), dim=-1)
+        turned = rotate(x[..., :width], cos, sin, neighbours)
+        return torch.cat((turned, x[..., width:]), dim=-1)
+    if neighbours:
+        pairs = x.reshape(*x.shape[:-1], -1, 2)
+        turned = rotate(pairs.transpose(-1, -2).flatten(-2), cos, sin)
+        return turned.view(*x.shape[:-1], 2, -1).transpose(-1, -2).flatten(-2)
     # The signs are in sin: out = (low cos - high sin, high cos + low sin) without a negation.
     low, high = x.chunk(2, dim=-1)
     return torch.addcmul(x * cos, torch.cat((high, low), dim=-1), sin)

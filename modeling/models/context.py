@@ -9,7 +9,8 @@ from torch import Tensor
 from modeling.adapters.product import AdapterData
 from modeling.attention.base import AttentionStep
 from modeling.attention.kv_cache import LayerCache
-from modeling.layers.attention import Angles, rotate_and_store, rotate_and_store_at_once
+from modeling.layers.angles import Angles
+from modeling.layers.attention import rotate_and_store, split_heads
 from modeling.layers.head_norms import HeadNorms
 from sharding.slicing import HeadCut
 
@@ -90,35 +91,21 @@ class PagedContext:
     state_rows: tuple[StateRows, ...] = ()
 
     def store(
-        self, layer: int, qkv: Tensor, heads: HeadCut, angles: Angles | None = None
+        self,
+        layer: int,
+        parts: Sequence[Tensor],
+        angles: Angles | None,
+        norms: HeadNorms | None = None,
+        overwrites: bool = False,
     ) -> Tensor:
-        """Rotate q and k, put k and v into the layer's pages, return q; see `attend`."""
-        cache = self.caches[layer]
-        slots = self.groups[cache.group].slots
-        return rotate_and_store(qkv, heads, angles, cache, slots, self.stored)
+        """Norm and rotate q and k, put k and v into the layer's pages, return q.
 
-    def store_at_once(
-        self, layer: int, parts: Sequence[Tensor], angles: Angles, norms: HeadNorms | None
-    ) -> Tensor | None:
-        """Rotate q and k, put k and v into the layer's pages, return q, in one launch.
-
-        None where that is not possible, and nothing was done. parts: q, k, v [tokens, heads or
-        kv_heads, head_dim]. norms: of the heads of q and k before the rotation.
+        parts: q, k, v [tokens, heads or kv_heads, head_dim]. norms: of heads, before the rotation.
+        overwrites: whether q may be.
         """
         cache = self.caches[layer]
-        if self.stored is not None:
-            return None
         slots = self.groups[cache.group].slots
-        return rotate_and_store_at_once(parts, angles, cache, slots, norms, overwrites=False)
-
-    def store_heads(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Put keys and values [tokens, kv_heads, head_dim] into the layer's pages as they are."""
-        cache, stored = self.caches[layer], self.stored
-        slots = self.groups[cache.group].slots
-        if stored is None:
-            cache.store(keys, values, slots)
-        else:
-            cache.store(keys[stored], values[stored], slots[stored])
+        return rotate_and_store(parts, angles, cache, slots, self.stored, norms, overwrites)
 
     def query(
         self, layer: int, q: Tensor, window: int | None = None, sinks: Tensor | None = None
@@ -139,4 +126,5 @@ class PagedContext:
         self, layer: int, qkv: Tensor, heads: HeadCut, angles: Angles | None = None
     ) -> Tensor:
         """Store the step's k and v, then attend over them too; see `StepContext`."""
-        return self.query(layer, self.store(layer, qkv, heads, angles))
+        parts = split_heads(qkv, heads)
+        return self.query(layer, self.store(layer, parts, angles, overwrites=True))

@@ -21,7 +21,8 @@ from configs.architectures.rope import POSITIONS_PER_SET
 from modeling.attention.base import AttentionSpec, AttentionStep
 from modeling.attention.kv_cache import LayerCache
 from modeling.layers.activation import ACTIVATIONS
-from modeling.layers.attention import Angles, rotate_and_store
+from modeling.layers.angles import Angles
+from modeling.layers.attention import rotate_and_store, split_heads
 from modeling.layers.norm import RMSNorm
 from modeling.layers.rotary import Rotary
 from modeling.models.base import PagedModel
@@ -91,7 +92,8 @@ class Eagle3Layer(nn.Module):
         normed = self.hidden_norm(states)[0]
         stream = normed if self._normed_first else states
         read = torch.cat((self.input_layernorm(embeds)[0], normed), dim=-1)
-        q = rotate_and_store(self.qkv_proj(read), self.heads, angles, step.cache, step.slots, None)
+        parts = split_heads(self.qkv_proj(read), self.heads)
+        q = rotate_and_store(parts, angles, step.cache, step.slots, None, overwrites=True)
         attended = step.attention.backend.forward(
             q, step.cache, step.cu_seqlens, step.tables, step.attention
         )

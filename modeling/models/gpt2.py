@@ -14,6 +14,7 @@ from configs.architectures.gpt2 import GPT2Architecture
 from modeling.adapters.linear import AdapterColumnLinear, AdapterRowLinear
 from modeling.adapters.projection import Projection
 from modeling.adapters.vocabulary import EndNames
+from modeling.layers.attention import split_heads
 from modeling.layers.mlp import PlainMLP
 from modeling.layers.norm import LayerNorm
 from modeling.models.context import PagedContext
@@ -106,7 +107,8 @@ class FlashGPT2Attention(nn.Module):
     def forward(self, hidden_states: Tensor, context: PagedContext) -> Tensor:
         """[tokens, hidden] to the same shape; the step's k and v go to the cache."""
         qkv: Tensor = self.c_attn(hidden_states, context.adapter_data)
-        q = context.store(self._layer, qkv, self.heads)
+        parts = split_heads(qkv, self.heads)
+        q = context.store(self._layer, parts, angles=None, overwrites=True)
         if self.query_scale != 1.0:
             q = q * self.query_scale
         attended = context.query(self._layer, q)

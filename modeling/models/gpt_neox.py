@@ -14,7 +14,7 @@ from configs.architectures.rope import POSITIONS_PER_SET, RopeType
 from modeling.adapters.linear import AdapterColumnLinear, AdapterRowLinear
 from modeling.adapters.projection import Projection
 from modeling.adapters.vocabulary import EndNames
-from modeling.layers.attention import Angles
+from modeling.layers.angles import Angles
 from modeling.layers.mlp import PlainMLP
 from modeling.layers.norm import LayerNorm
 from modeling.layers.rotary import Rotary

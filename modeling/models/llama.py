@@ -13,9 +13,10 @@ from configs.architectures.llama import Architecture
 from modeling.adapters.linear import AdapterColumnLinear, AdapterRowLinear
 from modeling.adapters.product import AdapterData
 from modeling.adapters.vocabulary import EndNames
-from modeling.layers.attention import Angles, norm_heads
+from modeling.layers.angles import Angles
+from modeling.layers.attention import norm_heads, split_heads
 from modeling.layers.mlp import GatedMLP
-from modeling.layers.norm import RMSNorm
+from modeling.layers.norm import RMSNorm, head_norms
 from modeling.layers.rotary import Rotary
 from modeling.layers.summed_norms import serve_summed_norms
 from modeling.models.context import PagedContext
@@ -77,9 +78,13 @@ class FlashLlamaAttention(nn.Module):
     def attend(self, hidden_states: Tensor, angles: Angles, context: PagedContext) -> Tensor:
         """[tokens, hidden] to the attention of this rank's heads, [tokens, heads * head_dim]."""
         qkv: Tensor = self.qkv_proj(hidden_states, context.adapter_data)
+        norms = None
         if self.q_norm is not None and self.k_norm is not None:
-            qkv = norm_heads(qkv, self.heads, self.q_norm, self.k_norm)
-        q = context.store(self._layer, qkv, self.heads, angles)
+            norms = head_norms(self.q_norm, self.k_norm)
+            if norms is None:
+                qkv = norm_heads(qkv, self.heads, self.q_norm, self.k_norm)
+        parts = split_heads(qkv, self.heads)
+        q = context.store(self._layer, parts, angles, norms, overwrites=True)
         return context.query(self._layer, q, self._window).flatten(1)
 
 

@@ -43,7 +43,17 @@ from tests.oracle import Truth, prompt_truth
 
 pytestmark = pytest.mark.gpu
 
-VARIANTS = ["gemma2", "gemma3_text", "olmo2", "glm4", "phi", "qwen3_moe", "gpt_oss", "deepseek_v3"]
+VARIANTS = [
+    "gemma2",
+    "gemma3_text",
+    "gemma4_text",
+    "gemma4_equal",
+    "olmo2",
+    "glm4",
+    "phi",
+    "cohere",
+]
+VARIANTS += ["ministral3", "nemotron", "qwen3_moe", "gpt_oss", "deepseek_v3"]
 WITHOUT_EXPERTS = ["bamba", "falcon_h1", "lfm2", "olmo_hybrid", "qwen3_5_text"]
 RECURRENT = [*WITHOUT_EXPERTS, "granite_hybrid", "kimi_linear", "nemotron_h", "qwen3_next"]
 """With recurrent layers; in float32 steps with experts are not captured."""

@@ -17,6 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from configs.architectures.rope import POSITIONS_PER_SET
 from modeling.attention.kv_cache import FP8_MAX, LayerCache
 from modeling.kernels.launch import Launcher, aligned, has_dependent_launch, launch_options
+from modeling.layers.angles import Angles
 from modeling.layers.head_norms import HeadNorms
 
 HEADS_PER_PROGRAM, NUMBERS_PER_PROGRAM = 8, 512
@@ -56,86 +57,118 @@ def _of_parts(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _pairs(
+    half: tl.constexpr, rotated: tl.constexpr, neighbours: tl.constexpr, columns: "Any"
+) -> "Any":
+    """Where both numbers of a head's pairs are; the first `rotated` pairs lie in front."""
+    first, second = columns, half + columns
+    if neighbours:
+        first, second = 2 * columns, 2 * columns + 1
+    elif rotated < half:
+        turned = columns < rotated
+        first = tl.where(turned, columns, rotated + columns)
+        second = tl.where(turned, rotated, half) + columns
+    return first, second
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _rotate_and_store(
     q: "Pointer", k: "Pointer", v: "Pointer", out: "Pointer",
     q_stride: "Any", k_stride: "Any", v_stride: "Any", out_stride: "Any",
-    q_weight: "Pointer", k_weight: "Pointer",
+    q_weight: "Pointer", k_weight: "Pointer", v_weight: "Pointer",
     cos: "Pointer", sin: "Pointer",
     keys: "Pointer", values: "Pointer", slots: "Pointer", clamped: "Pointer",
-    q_eps: float, k_eps: float, key_factor: float, value_factor: float,
+    q_eps: float, k_eps: float, v_eps: float, key_factor: float, value_factor: float,
     num_heads: tl.constexpr, num_kv_heads: tl.constexpr, half: tl.constexpr, width: tl.constexpr,
+    rotated: tl.constexpr, neighbours: tl.constexpr,
     block: tl.constexpr, largest: tl.constexpr,
-    NORMED: tl.constexpr, PDL: tl.constexpr,
+    normed: tl.constexpr, PDL: tl.constexpr,
 ) -> None:
     """A few heads of one token: the rotation of q goes to out; k's, and v, go to the cache.
 
-    q'[i] = q[i] cos[i] + q[(i + half) mod 2 half] sin[i], sin with the rotation's signs; k alike.
-    NORMED: of the norms of q's and k's heads. half: of a head; width: the power of two that holds
-    it. largest: 0, or the largest number of a quantised cache, into which k and v go times their
+    Of the pair (a, b): a' = a cos + b sin, b' = b cos' + a sin', sines with the rotation's signs.
+    half: of a head; width: the power of two that holds it. rotated: of its pairs, the first ones.
+    normed: how many of q, k and v have norms of their heads. num_kv_heads: 0 if q is alone.
+    largest: 0, or the largest number of a quantised cache, into which k and v go times their
     factors.
     """
     token = tl.program_id(0).to(tl.int64)
     heads = (tl.program_id(1) * block + tl.arange(0, block))[:, None]
     columns = tl.arange(0, width)[None, :]
-    rotated = num_heads + num_kv_heads
+    keys_end = num_heads + num_kv_heads
     in_half = columns < half
-    inside = (heads < rotated + num_kv_heads) & in_half
+    inside = (heads < keys_end + num_kv_heads) & in_half
     is_query = inside & (heads < num_heads)
-    is_key = inside & (heads >= num_heads) & (heads < rotated)
-    is_value = inside & (heads >= rotated)
-    if NORMED:
+    is_key = inside & (heads >= num_heads) & (heads < keys_end)
+    is_value = inside & (heads >= keys_end)
+    first, second = _pairs(half, rotated, neighbours, columns)
+    if normed:
         # No kernel writes weights: they are loaded while the kernel before still runs.
-        of_query = heads < num_heads
-        q_low = tl.load(q_weight + columns, mask=in_half, other=0.0)
-        q_high = tl.load(q_weight + half + columns, mask=in_half, other=0.0)
-        k_low = tl.load(k_weight + columns, mask=in_half, other=0.0)
-        k_high = tl.load(k_weight + half + columns, mask=in_half, other=0.0)
-        low_factors = tl.where(of_query, q_low, k_low)
-        high_factors = tl.where(of_query, q_high, k_high)
+        of_query, of_key = heads < num_heads, heads < keys_end
+        low_factors = tl.load(q_weight + first, mask=in_half, other=0.0)
+        high_factors = tl.load(q_weight + second, mask=in_half, other=0.0)
+        k_low = tl.load(k_weight + first, mask=in_half, other=0.0)
+        k_high = tl.load(k_weight + second, mask=in_half, other=0.0)
+        low_factors = tl.where(of_query, low_factors, k_low)
+        high_factors = tl.where(of_query, high_factors, k_high)
         eps = tl.where(of_query, q_eps, k_eps)
+        if normed > 2:
+            v_low = tl.load(v_weight + first, mask=in_half, other=0.0)
+            v_high = tl.load(v_weight + second, mask=in_half, other=0.0)
+            low_factors = tl.where(of_key, low_factors, v_low)
+            high_factors = tl.where(of_key, high_factors, v_high)
+            eps = tl.where(of_key, eps, v_eps)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
 
     # Both parts of a head are loaded before either is stored: each is needed for the other.
-    queries = q + token * q_stride + heads * 2 * half + columns
-    own_keys = k + token * k_stride + (heads - num_heads) * 2 * half + columns
-    own_values = v + token * v_stride + (heads - rotated) * 2 * half + columns
-    raw_low = _of_parts(queries, own_keys, own_values, is_query, is_key, is_value)
+    queries = q + token * q_stride + heads * 2 * half
+    own_keys = k + token * k_stride + (heads - num_heads) * 2 * half
+    own_values = v + token * v_stride + (heads - keys_end) * 2 * half
+    raw_low = _of_parts(
+        queries + first, own_keys + first, own_values + first, is_query, is_key, is_value
+    )
     raw_high = _of_parts(
-        queries + half, own_keys + half, own_values + half, is_query, is_key, is_value
+        queries + second, own_keys + second, own_values + second, is_query, is_key, is_value
     )
     low, high = raw_low.to(tl.float32), raw_high.to(tl.float32)
-    if NORMED:
+    if normed:
         mean = tl.sum(low * low + high * high, axis=1, keep_dims=True) / (2 * half)
         factor = tl.rsqrt(mean + eps)
         # Rounded, as the norm's own output is.
-        low = (low * factor * low_factors).to(raw_low.dtype).to(tl.float32)
-        high = (high * factor * high_factors).to(raw_low.dtype).to(tl.float32)
-    angle = token * 2 * half + columns
-    cos_low = tl.load(cos + angle, mask=in_half, other=0.0).to(tl.float32)
-    cos_high = tl.load(cos + angle + half, mask=in_half, other=0.0).to(tl.float32)
-    sin_low = tl.load(sin + angle, mask=in_half, other=0.0).to(tl.float32)
-    sin_high = tl.load(sin + angle + half, mask=in_half, other=0.0).to(tl.float32)
-    new_low = (low * cos_low + high * sin_low).to(raw_low.dtype)
-    new_high = (high * cos_high + low * sin_high).to(raw_low.dtype)
+        rounded_low = (low * factor * low_factors).to(raw_low.dtype)
+        rounded_high = (high * factor * high_factors).to(raw_low.dtype)
+        if normed > 2:
+            raw_low, raw_high = rounded_low, rounded_high
+        low, high = rounded_low.to(tl.float32), rounded_high.to(tl.float32)
+    if rotated:
+        angle = token * 2 * rotated + columns
+        turned = columns < rotated
+        cos_low = tl.load(cos + angle, mask=turned, other=1.0).to(tl.float32)
+        cos_high = tl.load(cos + angle + rotated, mask=turned, other=1.0).to(tl.float32)
+        sin_low = tl.load(sin + angle, mask=turned, other=0.0).to(tl.float32)
+        sin_high = tl.load(sin + angle + rotated, mask=turned, other=0.0).to(tl.float32)
+        low, high = low * cos_low + high * sin_low, high * cos_high + low * sin_high
+    new_low, new_high = low.to(raw_low.dtype), high.to(raw_low.dtype)
 
     # k and v are read from the cache.
-    query = out + token * out_stride + heads * 2 * half + columns
-    tl.store(query, new_low, mask=is_query)
-    tl.store(query + half, new_high, mask=is_query)
-    if largest:
-        new_low = _clamped(new_low, key_factor, largest, clamped, is_key)
-        new_high = _clamped(new_high, key_factor, largest, clamped, is_key)
-        raw_low = _clamped(raw_low, value_factor, largest, clamped + 1, is_value)
-        raw_high = _clamped(raw_high, value_factor, largest, clamped + 1, is_value)
-    cached = tl.load(slots + token) * num_kv_heads * 2 * half + columns
-    key = cached + (heads - num_heads) * 2 * half
-    tl.store(keys + key, new_low.to(keys.dtype.element_ty), mask=is_key)
-    tl.store(keys + key + half, new_high.to(keys.dtype.element_ty), mask=is_key)
-    value = cached + (heads - rotated) * 2 * half
-    tl.store(values + value, raw_low.to(values.dtype.element_ty), mask=is_value)
-    tl.store(values + value + half, raw_high.to(values.dtype.element_ty), mask=is_value)
+    query = out + token * out_stride + heads * 2 * half
+    tl.store(query + first, new_low, mask=is_query)
+    tl.store(query + second, new_high, mask=is_query)
+    if num_kv_heads:
+        if largest:
+            new_low = _clamped(new_low, key_factor, largest, clamped, is_key)
+            new_high = _clamped(new_high, key_factor, largest, clamped, is_key)
+            raw_low = _clamped(raw_low, value_factor, largest, clamped + 1, is_value)
+            raw_high = _clamped(raw_high, value_factor, largest, clamped + 1, is_value)
+        cached = tl.load(slots + token) * num_kv_heads * 2 * half
+        key = keys + cached + (heads - num_heads) * 2 * half
+        tl.store(key + first, new_low.to(keys.dtype.element_ty), mask=is_key)
+        tl.store(key + second, new_high.to(keys.dtype.element_ty), mask=is_key)
+        value = values + cached + (heads - keys_end) * 2 * half
+        tl.store(value + first, raw_low.to(values.dtype.element_ty), mask=is_value)
+        tl.store(value + second, raw_high.to(values.dtype.element_ty), mask=is_value)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -206,46 +239,57 @@ _LAUNCH_ROTATE_AND_STORE = Launcher(_rotate_and_store)
 
 def rotate_and_store(
     parts: Sequence[Tensor],
-    angles: tuple[Tensor, Tensor],
-    cache: LayerCache,
-    slots: Tensor,
+    angles: Angles | None,
+    cache: LayerCache | None,
+    slots: Tensor | None,
     norms: HeadNorms | None = None,
     overwrites: bool = False,
 ) -> Tensor:
-    """q' = q cos + swap(q) sin, swap exchanging a head's two parts; returns q'.
+    """q' = q cos + swap(q) sin, swap exchanging the numbers of pairs; returns q'.
 
     k' is computed alike and stored in the cache with v, at `slots`, as LayerCache.store does.
-    parts: q, k, v [tokens, heads or kv_heads, head_dim], whole heads behind each other. norms: of
-    each head of q and of k before the rotation. overwrites: whether q' overwrites q.
+    parts: q, k, v [tokens, heads or kv_heads, head_dim], whole heads behind each other; q alone
+    where cache and slots are None. angles: None where nothing is rotated. norms: of each head
+    before the rotation. overwrites: whether q' overwrites q.
     """
-    q, k, v = parts
-    (tokens, num_heads, head_dim), num_kv_heads = q.shape, k.shape[1]
+    q, k, v = parts if len(parts) > 1 else (parts[0],) * 3
+    (tokens, num_heads, head_dim), num_kv_heads = q.shape, k.shape[1] if cache is not None else 0
     out = q if overwrites else torch.empty(q.shape, dtype=q.dtype, device=q.device)
     # A single token's stride means nothing.
     strides = [0 if tokens == 1 else each.stride(0) for each in (q, k, v, out)]
-    weights, eps = ((q, q), (0.0, 0.0)) if norms is None else (norms.weights, norms.eps)
+    weights, eps = ((q,), (0.0,)) if norms is None else (norms.weights, norms.eps)
+    weights, eps = (*weights, *weights[-1:] * 2)[:3], (*eps, *eps[-1:] * 2)[:3]
     half, all_heads = head_dim // 2, num_heads + 2 * num_kv_heads
+    rotated = 0 if angles is None else angles.cos.shape[-1] // 2
+    cos, sin = (q, q) if angles is None else angles[:2]
+    stored = (q, q, q, q)
+    if cache is not None and slots is not None:
+        stored = (cache.keys, cache.values, slots, cache.clamped)
+    factors = (1.0, 1.0) if cache is None else (1 / cache.scales.keys, 1 / cache.scales.values)
     width = triton.next_power_of_2(half)
     block = max(HEADS_PER_PROGRAM, NUMBERS_PER_PROGRAM // width)
     dependent = has_dependent_launch(q.device)
     # `aligned` of all pointers is in the key: caches of other layers may begin elsewhere.
-    pointers = (*weights, *angles, cache.keys, cache.values, slots, cache.clamped)
-    shape = (num_heads, num_kv_heads, half, q.dtype, angles[0].dtype, cache.keys.dtype)
+    pointers = (*weights, cos, sin, *stored)
+    form = {
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "half": half,
+        "width": width,
+        "rotated": rotated,
+        "neighbours": angles is not None and angles.neighbours,
+        "block": block,
+        "largest": int(FP8_MAX) if cache is not None and cache.quantised else 0,
+        "normed": 0 if norms is None else len(norms.weights),
+        "PDL": dependent,
+    }
     divisible = tuple(stride % 16 == 0 for stride in strides)
+    types = (q.dtype, weights[0].dtype, cos.dtype, stored[0].dtype)
     _LAUNCH_ROTATE_AND_STORE(
-        (*shape, divisible, norms is None, q.device, aligned(q, k, v, out, *pointers)),
+        (*form.values(), types, divisible, q.device, aligned(q, k, v, out, *pointers)),
         (tokens, -(-all_heads // block)),
-        (q, k, v, out, *strides, *pointers, *eps, 1 / cache.scales.keys, 1 / cache.scales.values),
-        {
-            "num_heads": num_heads,
-            "num_kv_heads": num_kv_heads,
-            "half": half,
-            "width": width,
-            "block": block,
-            "largest": int(FP8_MAX) if cache.quantised else 0,
-            "NORMED": norms is not None,
-            "PDL": dependent,
-        },
+        (q, k, v, out, *strides, *pointers, *eps, *factors),
+        form,
         {"num_warps": 4, **launch_options(dependent)},
     )
     return out

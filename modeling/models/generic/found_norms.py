@@ -37,9 +37,9 @@ def find_norms(
     """
     found = []
     for path, module in causal.named_modules():
-        if not is_norm(module) or not plan.covers(path):
-            continue
         code = module.code if isinstance(module, FusedRMSNorm) else module
+        if not is_norm(code) or not plan.covers(path):
+            continue
         counting = [at for at, n in enumerate(shapes.get(path, ())[:-1]) if n == num_tokens]
         if len(counting) == 1:
             found.append(NormModule(path, module, code, counting[0]))

@@ -8,6 +8,7 @@ import copy
 import inspect
 import logging
 from collections import Counter
+from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -18,16 +19,18 @@ from torch.nn import functional as F
 from configs.architectures.base import Activation
 from modeling.layers.activation import ACTIVATIONS
 from modeling.layers.fused import fused_ops
-from modeling.layers.rotary import rotate
 from modeling.models.generic.layer_sums import fuse_sums
 from modeling.models.generic.modules import GenericLinear, MergedColumns, MergedPart
 from modeling.models.generic.norms import FusedRMSNorm
-from modeling.models.generic.step import CurrentStep, signed
+from modeling.models.generic.step import CurrentStep
 
 logger = logging.getLogger("loray.modeling")
 
 ROTATION = "apply_rotary_pos_emb"
 """transformers' name of the function that rotates q and k, in each family's own module."""
+
+OF_POSITIONS = ("get_llama_4_attn_scale",)
+"""Functions of a step's positions, which every layer calls with the same arguments."""
 
 TOLERANCE = 1e-5
 """On float32 numbers of about one."""
@@ -67,14 +70,11 @@ class FusedGatedMLP(nn.Module):
         return out.view(x.shape)
 
 
-def undo_rotations(causal: nn.Module) -> None:
-    """Let transformers rotate q and k in all layers again, and norm their heads."""
+def norm_heads_alone(causal: nn.Module) -> None:
+    """Norm the heads of q, k and v where layers call for it."""
     for module in causal.modules():
         if isinstance(module, FusedRMSNorm):
             module.deferral = None
-        own = module.__dict__.get("forward")
-        if ROTATION in getattr(own, "__globals__", {}):
-            del module.__dict__["forward"]
 
 
 def fuse(causal: nn.Module, step: CurrentStep) -> None:
@@ -197,17 +197,19 @@ def _computes_gated(module: nn.Module, activation: Activation) -> bool:
 
 
 def _defer_rotation(module: nn.Module, step: CurrentStep) -> bool:
-    """Let a layer's attention hand on q and k as they are, with their angles."""
+    """Let a layer hand on q and k as they are to its attention, with their angles."""
     forward = _undecorated(type(module).forward)
     scope: dict[str, Any] = getattr(forward, "__globals__", {})
     code = getattr(forward, "__code__", None)
     if not hasattr(module, "layer_idx") or code is None or ROTATION not in code.co_names:
         return False
-    if ROTATION not in scope or not _rotates_halves(scope[ROTATION]):
+    if ROTATION not in scope:
         return False
+    replaced = {name: partial(step.once, scope[name]) for name in OF_POSITIONS if name in scope}
+    replaced[ROTATION] = partial(step.defer_rotation, scope[ROTATION])
     own = FunctionType(
         code,
-        {**scope, ROTATION: step.defer_rotation},
+        {**scope, **replaced},
         forward.__name__,
         forward.__defaults__,
         forward.__closure__,
@@ -229,31 +231,31 @@ def _undecorated(forward: Any) -> Any:
 
 
 def _defer_norms(causal: nn.Module, step: CurrentStep) -> int:
-    """Let attention norm the heads of q and k itself where it rotates them; return how many."""
+    """Let attention norm the heads of q, k and v itself where it rotates; return how many norms."""
     count = 0
-    for module in causal.modules():
+    for module in list(causal.modules()):
         if ROTATION not in getattr(module.__dict__.get("forward"), "__globals__", {}):
             continue
-        for name in ("q_norm", "k_norm"):
+        for name in ("q_norm", "k_norm", "v_norm"):
             norm, width = getattr(module, name, None), getattr(module, "head_dim", 0)
+            if name == "v_norm" and isinstance(norm, nn.Module):
+                norm = _plain_norm(norm, width)
             # Other norms of these names are of all heads at once.
             if isinstance(norm, FusedRMSNorm) and len(norm.weight) == width:
-                norm.deferral = step
+                setattr(module, name, norm)
+                norm.deferral, norm.is_of_values = step, name == "v_norm"
                 count += 1
     return count
 
 
-def _rotates_halves(function: Any) -> bool:
-    """Whether it rotates whole heads by halves, as the cache's kernel does."""
-    generator = torch.Generator().manual_seed(0)
-    q, k = torch.randn(2, 1, 2, 3, _WIDTH, generator=generator)
-    cos, sin = (each.repeat(1, 1, 2) for each in torch.randn(2, 1, 3, 4, generator=generator))
-    try:
-        found = function(q, k, cos, sin)
-    except (TypeError, RuntimeError):
-        return False
-    wanted = (rotate(each, cos[:, None], signed(sin)[:, None]) for each in (q, k))
-    return all(_same(a, b) for a, b in zip(found, wanted, strict=True))
+def _plain_norm(module: nn.Module, width: int) -> nn.Module:
+    """The fused norm of what has no weights; the module itself if it is no such norm."""
+    eps = getattr(module, "eps", None)
+    if list(module.parameters()) or not isinstance(eps, float) or not _takes_one(module):
+        return module
+    x = torch.randn(3, _WIDTH, generator=torch.Generator().manual_seed(0)) * 1e-2
+    is_known = _same(module(x), F.rms_norm(x, (_WIDTH,), None, eps))
+    return FusedRMSNorm(torch.ones(width), eps, module) if is_known else module
 
 
 def _same(found: Any, wanted: Tensor) -> bool:

@@ -20,8 +20,8 @@ from sharding.slicing import width
 NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
 """A part of a path that counts: the layer's number, or an expert's."""
 
-MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Layers of one module that read the same input."""
+MERGED = (("q_proj", "k_proj", "v_proj"), ("q_proj", "k_proj"), ("gate_proj", "up_proj"))
+"""Layers of one module that read the same input; keys may be the values too."""
 
 
 NOT_ADAPTED = {"falcon_h1": "out_proj", "nemotron_h": "out_proj"}
@@ -134,6 +134,7 @@ def _merged(found: Sequence[FoundLinear]) -> Iterator[list[FoundLinear]]:
                 group = [by_path[f"{parent}.{other}"] for other in names]
                 if len({(one.module.bias is None, one.module.in_features) for one in group}) == 1:
                     yield group
+                break
 
 
 def _columns(group: Sequence[FoundLinear], weights: Weights) -> ColumnParallelLinear:

@@ -31,7 +31,7 @@ from modeling.models.generic.building import NOT_TAKEN, build
 from modeling.models.generic.cuts import CutPlan
 from modeling.models.generic.experts import RoutedLayers
 from modeling.models.generic.found_norms import find_norms, input_shapes
-from modeling.models.generic.fusions import fuse, undo_rotations
+from modeling.models.generic.fusions import fuse, norm_heads_alone
 from modeling.models.generic.linears import replace_linears
 from modeling.models.generic.modules import GenericEmbedding, GenericHead, embedding_scale
 from modeling.models.generic.names import SourceNames
@@ -285,8 +285,9 @@ class GenericForCausalLM(nn.Module):
             ):
                 self._decode(ids, positions)
         except RotationLostError as error:
-            logger.info("q and k are rotated by transformers' code: %s", error)
-            undo_rotations(self.causal)
+            logger.info("q and k are rotated before they are stored: %s", error)
+            norm_heads_alone(self.causal)
+            self._step.rotates_at_once = True
             return self._learn_layers()
         except (ArchitectureError, torch.OutOfMemoryError):
             raise

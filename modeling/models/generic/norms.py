@@ -24,7 +24,8 @@ class FusedRMSNorm(nn.Module):
 
     plus: by what w is more than the checkpoint's. rows: the weights of adapters, in captured steps.
     called_alone: not fused with anything, as adapters have something to do behind each norm.
-    deferral: what computes it later, of each head of q or k; None: it is computed when called.
+    deferral: what computes it later, of each head of q, k or v; None: it is computed when called.
+    is_of_values: whether it is of each head of v.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class FusedRMSNorm(nn.Module):
         self._is_watched = False
         self.called_alone = False
         self.deferral: NormDeferral | None = None
+        self.is_of_values = False
 
     @property
     def code(self) -> nn.Module:

@@ -4,10 +4,10 @@ transformers hands no argument of ours down to its layers, at least not in all f
 modules of one model share one `CurrentStep`, which is set around each forward.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +16,21 @@ from transformers import AttentionInterface
 
 from modeling.adapters.product import AdapterData, ExpertAdapters, ExpertDeltas, TokenGroup
 from modeling.adapters.vocabulary import VocabularyAdapters
-from modeling.layers.attention import Angles
+from modeling.layers.angles import Angles
+from modeling.layers.attention import rotate_queries
 from modeling.layers.head_norms import HeadNorms
-from modeling.layers.rotary import rotate
 from modeling.models.base import AttentionLayer
 from modeling.models.context import PagedContext, StateRows
 from modeling.models.generic.norms import FusedRMSNorm
+from modeling.models.generic.rotations import (
+    Function,
+    RotationForm,
+    rotation_form,
+    split_arguments,
+)
 from modeling.models.generic.windows import MARKED, marked_window
+
+Kept = TypeVar("Kept")
 
 ATTENTION = "loray"
 """The name under which transformers' modules find `attend`."""
@@ -32,33 +40,31 @@ ATTENTION = "loray"
 class Heads:
     """What a layer attends with, [tokens, heads or kv_heads, head_dim] each.
 
-    angles: (cos, sin) by which q and k are still to be rotated; None: they are. sinks: float
-    [heads], see `AttentionSpec`; None for a layer without. norms: what q's heads and k's are still
-    to be normed by, before; None: they are.
+    sinks: float [heads], see `AttentionSpec`; None for a layer without. angles: by which q and k
+    are still to be rotated; None: they are. norms: what the heads of q, k and v are still to be
+    normed by, before that; None: they are.
     """
 
     q: Tensor
     k: Tensor
     v: Tensor
-    angles: Angles | None
     sinks: Tensor | None
-    norms: tuple[FusedRMSNorm | None, FusedRMSNorm | None] = (None, None)
+    angles: tuple[Angles | None, Angles | None] = (None, None)
+    norms: Sequence[FusedRMSNorm | None] = (None, None, None)
 
     @property
     def head_norms(self) -> HeadNorms | None:
-        """Both norms; None where q and k have none."""
-        q, k = self.norms
-        if q is None or k is None:
+        """The norms of q and k, and of v if it has one; None where q or k has none."""
+        found = [norm for norm in self.norms if norm is not None]
+        if len(found) < 2 or None in self.norms[:2]:
             return None
-        return HeadNorms((q.weight, k.weight), (q.eps, k.eps))
+        return HeadNorms(tuple(e.weight for e in found), tuple(e.eps for e in found))
 
     def normed(self) -> "Heads":
         """The same with the norms computed."""
-        q, k = (
-            part if norm is None else norm.computed(part)
-            for part, norm in zip((self.q, self.k), self.norms, strict=True)
-        )
-        return replace(self, q=q, k=k, norms=(None, None))
+        parts = zip((self.q, self.k, self.v), self.norms, strict=True)
+        q, k, v = (part if norm is None else norm.computed(part) for part, norm in parts)
+        return replace(self, q=q, k=k, v=v, norms=(None, None, None))
 
 
 class LayerAttention(Protocol):
@@ -87,6 +93,8 @@ class LayerForms:
         self._keys.append(heads.k)
         owner = self._owners.setdefault(heads.k.data_ptr(), layer)
         source = None if owner == layer else owner
+        if source is None and heads.angles[0] is not heads.angles[1]:
+            raise RotationLostError(f"layer {layer} rotates q and k in ways of their own")
         chunk = self._chunks.get(layer)
         window = form.window if chunk is None else None
         self._forms[layer] = replace(form, window=window, chunk=chunk, source=source)
@@ -124,36 +132,19 @@ class PagedLayers:
             q = self._store(at, heads)
         else:
             # Its keys and values are those that another layer has stored.
-            q = heads.normed().q
-            q = q if heads.angles is None else rotate(q, *heads.angles)
-            q = q.to(heads.q.dtype).contiguous()
+            norm = heads.norms[0]
+            norms = None if norm is None else HeadNorms((norm.weight,), (norm.eps,))
+            q = rotate_queries(heads.q, heads.angles[0], norms)
         return self._context.query(at, q, known.window, heads.sinks)
 
     def _store(self, layer: int, heads: Heads) -> Tensor:
         """Norm and rotate what is not yet, put k and v into the cache, return q."""
-        context, angles, norms = self._context, heads.angles, heads.head_norms
+        norms = heads.head_norms
         if norms is None:
             heads = heads.normed()
-        if angles is not None:
-            parts = (heads.q, heads.k, heads.v)
-            # Angles may be in float32 (OLMo's: its own code casts back): the kernel takes them so.
-            if (q := context.store_at_once(layer, parts, angles, norms)) is not None:
-                return q
-        heads = heads.normed()
-        q, k = heads.q, heads.k
-        if angles is not None:
-            q, k = (rotate(part, *angles).to(part.dtype) for part in (q, k))
-        context.store_heads(layer, k, heads.v)
-        return q.contiguous()
-
-
-@dataclass(frozen=True)
-class _Rotation:
-    """A rotation that attention is to do: of these very tensors, by these angles."""
-
-    query: Tensor
-    key: Tensor
-    angles: Angles
+        # Angles may be in float32 (OLMo's: its own code casts back): the kernel takes them so.
+        parts = (heads.q, heads.k, heads.v)
+        return self._context.store(layer, parts, heads.angles[0], norms)
 
 
 class RotationLostError(ValueError):
@@ -164,16 +155,21 @@ class CurrentStep:
     """What is computed now.
 
     adapter_data: None for the base model. state_rows: the rows as recurrent layers compute them.
+    rotates_at_once: heads are rotated when layers call for it, which do more with them then.
     """
 
+    rotates_at_once = False
     adapter_data: AdapterData | None = None
     state_rows: tuple[StateRows, ...] = ()
 
     def __init__(self) -> None:
         self._attention: LayerAttention | None = None
-        self._rotation: _Rotation | None = None
+        self._rotations: list[tuple[Tensor, Angles]] = []
         self._norms: list[tuple[Tensor, FusedRMSNorm]] = []
-        self._angles: dict[int, tuple[Tensor, Angles]] = {}
+        self._value_norms: list[tuple[Tensor, FusedRMSNorm]] = []
+        self._angles: dict[tuple[int, RotationForm], tuple[Tensor, Angles]] = {}
+        self._results: dict[Hashable, tuple[Sequence[Any], Any]] = {}
+        self._rotation_forms: dict[Any, RotationForm | None] = {}
 
     @property
     def routed(self) -> Sequence[TokenGroup]:
@@ -200,10 +196,12 @@ class CurrentStep:
         try:
             yield
         finally:
-            self._attention = self.adapter_data = self._rotation = None
+            self._attention = self.adapter_data = None
             self.state_rows = ()
-            self._norms.clear()
+            for kept in (self._rotations, self._norms, self._value_norms):
+                kept.clear()
             self._angles.clear()
+            self._results.clear()
 
     @contextmanager
     def adapted_by(self, adapter_data: AdapterData | None) -> Iterator[None]:
@@ -215,52 +213,77 @@ class CurrentStep:
             self.adapter_data = before
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, heads: Heads, form: AttentionLayer
+        self, layer: int, given: Sequence[Tensor], heads: Heads, form: AttentionLayer
     ) -> Tensor:
-        """Attend; query, key: as the layer gave them, to see that they are those to rotate."""
+        """Attend; given: q, k and v as the layer gave them, to see what is left to do with them."""
         assert self._attention is not None, "a layer is called outside of any step"
-        rotation, self._rotation = self._rotation, None
-        if rotation is not None:
-            if rotation.query is not query or rotation.key is not key:
-                raise RotationLostError(f"layer {layer} changes what it rotated")
-            heads = replace(heads, angles=rotation.angles)
-        norms = (self._taken_norm(query), self._taken_norm(key))
-        if self._norms:
-            self._norms.clear()
-            raise RotationLostError(f"layer {layer} changes what it normed")
-        return self._attention.attend(layer, replace(heads, norms=norms), form)
+        q, k, v = given
+        angles = (_taken(self._rotations, q), _taken(self._rotations, k))
+        norms = (_taken(self._norms, q), _taken(self._norms, k), _taken(self._value_norms, v))
+        if self._rotations or self._norms or self._value_norms:
+            raise RotationLostError(f"layer {layer} changes what it normed or rotated")
+        return self._attention.attend(layer, replace(heads, angles=angles, norms=norms), form)
 
     def defer_norm(self, norm: FusedRMSNorm, x: Tensor) -> None:
-        """Write down that x, of q or k, stands for its norm, for `attend`."""
-        if self._rotation is not None:
+        """Write down that x, of q, k or v, stands for its norm, for `attend`."""
+        if norm.is_of_values:
+            # Keys of the same memory may have been rotated: where they are the values, too.
+            self._value_norms.append((x, norm))
+            return
+        if any(_is_same(x, part) for part, _ in self._rotations):
             raise RotationLostError("a layer norms what it rotated")
         self._norms.append((x, norm))
 
-    def _taken_norm(self, part: Tensor) -> FusedRMSNorm | None:
-        """The norm of which this is another view of the input, in any order of its dimensions."""
-        for at, (x, norm) in enumerate(self._norms):
-            if x.data_ptr() == part.data_ptr() and x.numel() == part.numel():
-                del self._norms[at]
-                return norm
-        return None
+    def defer_rotation(self, function: Function, *args: Any, **kwargs: Any) -> Any:
+        """Replace `apply_rotary_pos_emb`, the function: return heads as they are, for `attend`.
 
-    def defer_rotation(
-        self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *_options: Any, **_more: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Replace `apply_rotary_pos_emb`: return q and k as they are, for `attend`."""
-        if self._rotation is not None:
-            raise RotationLostError("a layer rotates twice before it attends")
-        self._rotation = _Rotation(q, k, self._layer_angles(cos, sin))
-        return q, k
+        The function rotates them if what it computes is none of our forms.
+        """
+        heads, (cos, sin, *_) = split_arguments(args)
+        key = (function, heads[0].shape[-1], cos.shape[-1])
+        if key not in self._rotation_forms:
+            # A forward of several tokens at the start has calls of every kind.
+            self._rotation_forms[key] = rotation_form(function, *args, **kwargs)
+        form = self._rotation_forms[key]
+        if form is None:
+            return function(*args, **kwargs)
+        angles = self._layer_angles(cos, sin, form)
+        if self.rotates_at_once:
+            heads = tuple(form.rotated(part, angles) for part in heads)
+        else:
+            self._rotations += [(part, angles) for part in heads]
+        return heads if len(heads) > 1 else heads[0]
 
-    def _layer_angles(self, cos: Tensor, sin: Tensor) -> Angles:
-        """[1, tokens, width] each, as our rotation takes them; made once for all layers."""
-        known = self._angles.get(id(cos))
+    def once(self, function: Function, *args: Any) -> Any:
+        """What the function returns; it is called once in a step for the same arguments."""
+        key = (function, *(id(each) if isinstance(each, Tensor) else each for each in args))
+        if key not in self._results:
+            # Tensors are kept, so that no other one gets its id meanwhile.
+            self._results[key] = (args, function(*args))
+        return self._results[key][1]
+
+    def _layer_angles(self, cos: Tensor, sin: Tensor, form: RotationForm) -> Angles:
+        """Of [1, tokens, width] each, as our rotation takes them; made once for all layers."""
+        known = self._angles.get((id(cos), form))
         if known is None:
             # The tensor is kept, so that no other one gets its id meanwhile.
-            known = (cos, (cos[0].unsqueeze(1).contiguous(), signed(sin[0]).unsqueeze(1)))
-            self._angles[id(cos)] = known
+            known = (cos, form.angles(cos, sin))
+            self._angles[id(cos), form] = known
         return known[1]
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    """Whether one is another view of the other, in any order of its dimensions."""
+    return one.data_ptr() == other.data_ptr() and one.numel() == other.numel()
+
+
+def _taken(deferred: list[tuple[Tensor, Kept]], part: Tensor) -> Kept | None:
+    """Remove what was written down for the part, and return it."""
+    for at, (known, kept) in enumerate(deferred):
+        if _is_same(known, part):
+            del deferred[at]
+            return kept
+    return None
 
 
 MASKS = {"full_attention": None, "chunked_attention": None}
@@ -287,12 +310,6 @@ class PositionsAsLength:
     ) -> tuple[Tensor, Tensor]:
         """Return what came in: attention stores it. Versions of transformers give options."""
         return keys, values
-
-
-def signed(sin: Tensor) -> Tensor:
-    """Sines with the signs of the rotation by halves: the first half negated."""
-    low, high = sin.chunk(2, dim=-1)
-    return torch.cat((-low, high), dim=-1)
 
 
 def attend(
@@ -328,8 +345,8 @@ def attend(
         softcap=softcap,
         sinks=s_aux is not None,
     )
-    heads = Heads(q, k, v, None, s_aux)
-    out = step.attend(owner.layer_idx, query, key, heads, form)
+    heads = Heads(q, k, v, s_aux)
+    out = step.attend(owner.layer_idx, (query, key, value), heads, form)
     return out[None, ..., :value_width], None
 
 

@@ -18,7 +18,8 @@ from modeling.attention.padded import (
     Pairs,
     local_head_mask,
 )
-from modeling.layers.attention import Angles, split_heads
+from modeling.layers.angles import Angles
+from modeling.layers.attention import rotate_heads, split_heads
 from modeling.models.context import StepContext
 from sharding.group import TensorParallel
 from sharding.slicing import HeadCut
@@ -68,7 +69,7 @@ class PaddedContext:
         self, layer: int, qkv: Tensor, heads: HeadCut, angles: Angles | None = None
     ) -> Tensor:
         """Append k and v to the growing cache and attend over all of it; see `StepContext`."""
-        return self.attention.attend(layer, *split_heads(qkv, heads, angles))
+        return self.attention.attend(layer, *rotate_heads(split_heads(qkv, heads), angles))
 
 
 class PaddedModel(Protocol):

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 from configs.architectures.rope import POSITIONS_PER_SET
 from modeling.adapters.norm_rows import OwnWeights, rms_norm
 from modeling.attention.kv_cache import FP8, CacheScales, CacheSpec, allocate
+from modeling.layers.angles import Angles
 from modeling.layers.fused import FusedOps, casts_to_fp8, fused_ops
 from modeling.layers.head_norms import HeadNorms
 from modeling.layers.rotary import rotate
@@ -110,23 +111,23 @@ def test_silu_mul(dtype: torch.dtype, shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("heads", [(32, 8), (4, 4), (7, 1)])
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
-def test_rotate_and_store(dtype: torch.dtype, heads: tuple[int, int], head_dim: int) -> None:
+@pytest.mark.parametrize(("part", "neighbours"), [(1, False), (4, False), (2, True), (0, False)])
+def test_rotate_and_store(
+    dtype: torch.dtype, heads: tuple[int, int], head_dim: int, part: int, neighbours: bool
+) -> None:
+    """part: of a head's numbers, 1 / part are rotated."""
     tokens, (num_heads, num_kv_heads) = 37, heads
     (cache,) = allocate(CacheSpec(1, 16, num_kv_heads, head_dim, dtype), 9, CUDA)
     qkv = torch.randn(tokens, num_heads + 2 * num_kv_heads, head_dim, device=CUDA).to(dtype)
-    angles = torch.randn(tokens, 1, head_dim // 2, device=CUDA)
-    cos, sin = angles.cos(), angles.sin()
-    cos = torch.cat((cos, cos), dim=-1).to(dtype)
-    sin = torch.cat((-sin, sin), dim=-1).to(dtype)
+    angles = random_angles(tokens, head_dim // part, dtype, neighbours) if part else None
     slots = torch.randperm(9 * 16, device=CUDA)[:tokens]
-    wide = qkv.double()
-    q, k, v = torch.split(wide, [num_heads, num_kv_heads, num_kv_heads], dim=1)
-    expected_q, expected_k = (rotate(part, cos.double(), sin.double()) for part in (q, k))
     counts = [num_heads, num_kv_heads, num_kv_heads]
-    parts = torch.split(qkv, counts, dim=1)
-    found = ops().rotate_and_store(parts, (cos, sin), cache, slots)
-    check(found, expected_q, dtype)
-    check(cache.flat_keys[slots], expected_k, dtype)
+    q, k, v = (each.double() for each in torch.split(qkv, counts, dim=1))
+    if angles is not None:
+        q, k = (rotated(each, angles) for each in (q, k))
+    found = ops().rotate_and_store(torch.split(qkv, counts, dim=1), angles, cache, slots)
+    check(found, q, dtype)
+    check(cache.flat_keys[slots], k, dtype)
     assert torch.equal(cache.flat_values[slots], v.to(dtype))
     rest = torch.ones(9 * 16, dtype=torch.bool, device=CUDA)
     rest[slots] = False
@@ -134,33 +135,48 @@ def test_rotate_and_store(dtype: torch.dtype, heads: tuple[int, int], head_dim: 
     assert not cache.flat_values[rest].any()
 
 
+def random_angles(tokens: int, width: int, dtype: torch.dtype, neighbours: bool) -> Angles:
+    angle = torch.randn(tokens, 1, width // 2, device=CUDA)
+    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+    return Angles(torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1), neighbours)
+
+
+def rotated(x: Tensor, angles: Angles) -> Tensor:
+    return rotate(x.double(), angles.cos.double(), angles.sin.double(), angles.neighbours)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens", [1, 37])
 @pytest.mark.parametrize("overwrites", [False, True])
+@pytest.mark.parametrize("neighbours", [False, True])
+@pytest.mark.parametrize("count", [2, 3])
 def test_heads_are_normed_before_they_are_rotated(
-    dtype: torch.dtype, tokens: int, overwrites: bool
+    dtype: torch.dtype, tokens: int, overwrites: bool, neighbours: bool, count: int
 ) -> None:
-    """q, k and v of three tensors with rows of their own lengths."""
+    """q, k and v of three tensors with rows of their own lengths; count: of those with norms."""
     (cache,) = allocate(CacheSpec(1, 16, 2, 128, dtype), 9, CUDA)
     wide = [torch.randn(tokens, heads + 3, 128, device=CUDA).to(dtype) for heads in (5, 2, 2)]
-    q, k, v = (each[:, 1:-2] for each in wide)
-    weights = torch.rand(128, device=CUDA) + 0.5, torch.rand(128, device=CUDA) + 0.5
-    angle = torch.randn(tokens, 1, 128, device=CUDA)
-    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+    parts = [each[:, 1:-2] for each in wide]
+    angles = random_angles(tokens, 128, dtype, neighbours)
     slots = torch.randperm(9 * 16, device=CUDA)[:tokens]
+    weights = tuple(torch.rand(128, device=CUDA) + 0.5 for _ in range(count))
+    norms = HeadNorms(weights, (1e-5, 1e-2, 0.1)[:count])
     normed = [
-        F.rms_norm(part.double(), (128,), weight.double(), eps).to(dtype).double()
-        for part, weight, eps in zip((q, k), weights, (1e-5, 1e-2), strict=True)
+        F.rms_norm(part.double(), (128,), weight.double(), eps).to(dtype)
+        for part, weight, eps in zip(parts, weights, norms.eps, strict=False)
     ]
-    expected_q, expected_k = (rotate(part, cos.double(), sin.double()) for part in normed)
-    before = q.clone()
-    norms = HeadNorms(weights, (1e-5, 1e-2))
-    found = ops().rotate_and_store((q, k, v), (cos, sin), cache, slots, norms, overwrites)
-    check(found, expected_q, dtype)
-    check(cache.flat_keys[slots], expected_k, dtype)
-    assert torch.equal(cache.flat_values[slots], v)
-    assert torch.equal(q, found if overwrites else before)
+    q, k = (rotated(part, angles) for part in normed[:2])
+    alone = ops().rotate_and_store(
+        parts[:1], angles, None, None, HeadNorms(weights[:1], norms.eps[:1])
+    )
+    before = parts[0].clone()
+    found = ops().rotate_and_store(parts, angles, cache, slots, norms, overwrites)
+    check(found, q, dtype)
+    check(alone, q, dtype)
+    check(cache.flat_keys[slots], k, dtype)
+    check(cache.flat_values[slots], (*normed, parts[2])[2].double(), dtype)
+    assert torch.equal(parts[0], found if overwrites else before)
 
 
 @pytest.mark.gpu
@@ -183,7 +199,7 @@ def test_rotate_and_store_in_fp8(dtype: torch.dtype, scales: CacheScales, head_d
         qkv[3, -1, 5] = most
         for cache in (wide, found):
             parts = torch.split(qkv, [num_heads, num_kv_heads, num_kv_heads], dim=1)
-            ops().rotate_and_store(parts, (angles[0], angles[1]), cache, slots)
+            ops().rotate_and_store(parts, Angles(angles[0], angles[1]), cache, slots)
         expected.store(*wide.read(slots, dtype), slots)
         for one, other in zip(found.read(slots, dtype), expected.read(slots, dtype), strict=True):
             assert torch.equal(one, other)

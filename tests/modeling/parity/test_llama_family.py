@@ -20,6 +20,7 @@ from configs.architectures.llama import Architecture, Blend
 from configs.architectures.select import load_architecture
 from configs.model import ModelConfig
 from modeling.attention.sdpa import SdpaAttention, SdpaStep
+from modeling.layers.head_norms import HeadNorms
 from modeling.models import llama, llama_projections
 from modeling.runner import loading
 from modeling.runner.load_paged import load_paged
@@ -154,7 +155,8 @@ def test_a_fused_map_cut_as_one_is_noticed(world: World, monkeypatch: pytest.Mon
 
 
 def test_head_norms_left_out_are_noticed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llama, "norm_heads", lambda qkv, heads, q_norm, k_norm: qkv)
+    left_out = HeadNorms((), ())
+    monkeypatch.setattr(llama, "head_norms", lambda q_norm, k_norm: left_out)
     expect_mismatch(world, Setting("relative", "qwen3", 1, [BASE]))
 
 

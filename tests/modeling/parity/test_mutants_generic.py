@@ -8,6 +8,7 @@ import pytest
 from torch import Tensor, nn
 
 from modeling.adapters.product import AdapterData
+from modeling.layers.angles import Angles
 from modeling.layers.rotary import rotate
 from modeling.models.base import AttentionLayer
 from modeling.models.generic import fusions, linears, model, reading, stacked_experts, step
@@ -15,6 +16,7 @@ from modeling.models.generic.cuts import CutPlan, LinearCut, Style
 from modeling.models.generic.model import GenericForCausalLM
 from modeling.models.generic.modules import GenericHead, GenericLinear, MergedColumns
 from modeling.models.generic.norms import FusedRMSNorm
+from modeling.models.generic.rotations import RotationForm
 from modeling.models.generic.step import CurrentStep, Heads, PagedLayers, PositionsAsLength
 from modeling.runner.block_tables import BlockTables, GroupLayout, Ints, StepRows
 from modeling.runner.input_batch import InputBatch
@@ -81,7 +83,7 @@ def test_scale_of_scores_ignored(world: World, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.sweep
 def test_sinks_ignored(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     def heads(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Heads:
-        return Heads(q, k, v, None, None)
+        return Heads(q, k, v, None)
 
     monkeypatch.setattr(step, "Heads", heads)
     _attend_as(monkeypatch, sinks=False)
@@ -93,8 +95,9 @@ def test_queries_and_keys_rotated_twice(world: World, monkeypatch: pytest.Monkey
     real = PagedLayers._store
 
     def store(self: PagedLayers, layer: int, heads: Heads) -> Tensor:
-        assert heads.angles is not None, "nothing is left to rotate: choose another family"
-        q, k = (rotate(each, *heads.angles) for each in (heads.q, heads.k))
+        angles = heads.angles[0]
+        assert angles is not None, "nothing is left to rotate: choose another family"
+        q, k = (rotate(each, *angles) for each in (heads.q, heads.k))
         return real(self, layer, replace(heads, q=q, k=k))
 
     monkeypatch.setattr(PagedLayers, "_store", store)
@@ -105,7 +108,7 @@ def test_queries_and_keys_not_rotated(world: World, monkeypatch: pytest.MonkeyPa
     real = PagedLayers._store
 
     def store(self: PagedLayers, layer: int, heads: Heads) -> Tensor:
-        return real(self, layer, replace(heads, angles=None))
+        return real(self, layer, replace(heads, angles=(None, None)))
 
     monkeypatch.setattr(PagedLayers, "_store", store)
     expect_mismatch(world, MINISTRAL)
@@ -303,9 +306,10 @@ def test_positions_start_anew_in_each_chunk(world: World, monkeypatch: pytest.Mo
 def test_all_tokens_rotated_as_the_first(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     real = CurrentStep._layer_angles
 
-    def first(self: CurrentStep, cos: Tensor, sin: Tensor) -> Any:
-        found = real(self, cos, sin)
-        return tuple(each[:1].expand_as(each) for each in found)
+    def first(self: CurrentStep, cos: Tensor, sin: Tensor, form: RotationForm) -> Angles:
+        found = real(self, cos, sin, form)
+        cos, sin = (each[:1].expand_as(each) for each in found[:2])
+        return found._replace(cos=cos, sin=sin)
 
     monkeypatch.setattr(CurrentStep, "_layer_angles", first)
     expect_mismatch(world, MINISTRAL)
