@@ -239,7 +239,7 @@ def _defer_norms(causal: nn.Module, step: CurrentStep) -> int:
         for name in ("q_norm", "k_norm", "v_norm"):
             norm, width = getattr(module, name, None), getattr(module, "head_dim", 0)
             if name == "v_norm" and isinstance(norm, nn.Module):
-                norm = _plain_norm(norm, width)
+                norm = _plain_norm(norm, width, next(causal.parameters()).device)
             # Other norms of these names are of all heads at once.
             if isinstance(norm, FusedRMSNorm) and len(norm.weight) == width:
                 setattr(module, name, norm)
@@ -248,14 +248,14 @@ def _defer_norms(causal: nn.Module, step: CurrentStep) -> int:
     return count
 
 
-def _plain_norm(module: nn.Module, width: int) -> nn.Module:
+def _plain_norm(module: nn.Module, width: int, device: torch.device) -> nn.Module:
     """The fused norm of what has no weights; the module itself if it is no such norm."""
     eps = getattr(module, "eps", None)
     if list(module.parameters()) or not isinstance(eps, float) or not _takes_one(module):
         return module
     x = torch.randn(3, _WIDTH, generator=torch.Generator().manual_seed(0)) * 1e-2
     is_known = _same(module(x), F.rms_norm(x, (_WIDTH,), None, eps))
-    return FusedRMSNorm(torch.ones(width), eps, module) if is_known else module
+    return FusedRMSNorm(torch.ones(width, device=device), eps, module) if is_known else module
 
 
 def _same(found: Any, wanted: Tensor) -> bool:
