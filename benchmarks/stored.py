@@ -10,6 +10,15 @@ STORED: dict[str, dict[str, Any]] = {
         "weight_block_size": [128, 128],
         "activation_scheme": "dynamic",
     },
+    "mxfp4": {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn",
+            "model.layers.*.mlp.router",
+            "model.embed_tokens",
+            "lm_head",
+        ],
+    },
     "gptq": {
         "quant_method": "gptq",
         "bits": 4,

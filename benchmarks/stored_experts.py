@@ -1,8 +1,9 @@
 """One layer's experts, by the form that they are stored in: `python -m benchmarks.stored_experts`.
 
 On one GPU, in microseconds: 16 launches in a CUDA graph, each routed by chance over the weights of
-one of two layers. --cuts compares how 4 bits may be cut: PAIRS,UP,DOWN,WARPS,STAGES, see
-`StoredCut`; the last column is how far their results are from those of the cuts that steps take.
+one of two layers. --cuts compares how mxfp4 and integers of 4 bits may be cut:
+PAIRS,UP,DOWN,WARPS,STAGES, see `StoredCut`; the last column is how far their results are from those
+of the cuts that steps take.
 """
 
 import argparse
@@ -145,7 +146,7 @@ def measure(arguments: argparse.Namespace) -> None:
                 continue
             made = FORMS[form]
             layers = [made(count, (2 * inner, hidden), (hidden, inner)) for _ in range(LAYERS)]
-            cuts = arguments.cuts if form.startswith("4-bits") else []
+            cuts = arguments.cuts if form.startswith(("4-bits", "mxfp4")) else []
             own = [layers[0](*_steps(tokens, name)[0]) for tokens in arguments.tokens]
             for cut in ("own", *cuts):
                 with _cut_so(cut):
@@ -163,17 +164,17 @@ def _off(found: Tensor, own: Tensor) -> float:
 
 @contextmanager
 def _cut_so(cut: str) -> Iterator[None]:
-    """Cut integers so meanwhile; own: as steps do."""
+    """Cut codes of 4 bits so meanwhile; own: as steps do."""
     from modeling.layers.kernels import stored_experts
 
-    own = stored_experts.INTEGER_CUTS
+    own = stored_experts.INTEGER_CUTS, stored_experts.MXFP4_CUTS
     if cut != "own":
         one = stored_experts.StoredCut(2**31, *map(int, cut.split(",")))
-        stored_experts.INTEGER_CUTS = (one,)
+        stored_experts.INTEGER_CUTS = stored_experts.MXFP4_CUTS = (one,)
     try:
         yield
     finally:
-        stored_experts.INTEGER_CUTS = own
+        stored_experts.INTEGER_CUTS, stored_experts.MXFP4_CUTS = own
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -45,7 +45,10 @@ class StoredCut:
     stages: int
 
 
-MXFP4_CUTS = (StoredCut(64, 16, 64, 64, 4, 4), StoredCut(2**31, 64, 64, 128, 4, 3))
+MXFP4_CUTS: tuple[StoredCut, ...] = (
+    StoredCut(64, 16, 64, 64, 4, 4),
+    StoredCut(2**31, 64, 64, 128, 4, 3),
+)
 FP8_CUTS = (
     StoredCut(64, 16, 32, 64, 4, 4),
     StoredCut(256, 32, 64, 128, 4, 3),
