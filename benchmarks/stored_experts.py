@@ -49,7 +49,7 @@ def bfloat16(count: int, up: tuple[int, int], down: tuple[int, int]) -> Layer:
 
 def mxfp4(count: int, outputs: int, inputs: int) -> Any:
     """Make weights as gpt-oss has them."""
-    from modeling.layers.kernels.stored_experts import StoredWeight
+    from modeling.layers.kernels.stored_weights import StoredWeight
 
     chunks = -(-inputs // 128)
     codes = _bytes(count, chunks, outputs, 64).view(torch.int16)
@@ -59,7 +59,7 @@ def mxfp4(count: int, outputs: int, inputs: int) -> Any:
 
 def fp8_blocks(count: int, outputs: int, inputs: int) -> Any:
     """Make weights as Qwen and DeepSeek publish them."""
-    from modeling.layers.kernels.stored_experts import StoredWeight
+    from modeling.layers.kernels.stored_weights import StoredWeight
 
     codes = torch.randn(count, outputs, inputs, device="cuda").to(torch.float8_e4m3fn)
     scales = torch.rand(count, outputs // 128, inputs // 128, device="cuda") / inputs**0.5
@@ -68,7 +68,7 @@ def fp8_blocks(count: int, outputs: int, inputs: int) -> Any:
 
 def integers(group: int, zeros: bool, count: int, outputs: int, inputs: int) -> Any:
     """Make weights as GPTQ and AWQ have them."""
-    from modeling.layers.kernels.stored_experts import StoredWeight
+    from modeling.layers.kernels.stored_weights import StoredWeight
 
     codes = _bytes(count, -(-inputs // 128), outputs, 64).view(torch.int16)
     scales = torch.rand(count, -(-inputs // group), outputs, device="cuda") / (5 * inputs**0.5)
@@ -78,7 +78,8 @@ def integers(group: int, zeros: bool, count: int, outputs: int, inputs: int) -> 
 
 
 def _stored(make: Callable[[int, int, int], Any], *sizes: Any) -> Layer:
-    from modeling.layers.kernels.stored_experts import Gate, stored_experts
+    from modeling.layers.kernels.stored_experts import stored_experts
+    from modeling.layers.kernels.stored_weights import Gate
 
     count, *shapes = sizes
     up, down = (make(count, *shape) for shape in shapes)
@@ -165,16 +166,16 @@ def _off(found: Tensor, own: Tensor) -> float:
 @contextmanager
 def _cut_so(cut: str) -> Iterator[None]:
     """Cut codes of 4 bits so meanwhile; own: as steps do."""
-    from modeling.layers.kernels import stored_experts
+    from modeling.layers.kernels import stored_weights
 
-    own = stored_experts.INTEGER_CUTS, stored_experts.MXFP4_CUTS
+    own = stored_weights.INTEGER_CUTS, stored_weights.MXFP4_CUTS
     if cut != "own":
-        one = stored_experts.StoredCut(2**31, *map(int, cut.split(",")))
-        stored_experts.INTEGER_CUTS = stored_experts.MXFP4_CUTS = (one,)
+        one = stored_weights.StoredCut(2**31, *map(int, cut.split(",")))
+        stored_weights.INTEGER_CUTS = stored_weights.MXFP4_CUTS = (one,)
     try:
         yield
     finally:
-        stored_experts.INTEGER_CUTS, stored_experts.MXFP4_CUTS = own
+        stored_weights.INTEGER_CUTS, stored_weights.MXFP4_CUTS = own
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -34,11 +34,13 @@ ASSEMBLY = {
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _made(words: "Any", scales: "Any", QUARTER: tl.constexpr, ASM: tl.constexpr) -> "Any":
+def made_of_codes(
+    words: "Any", scales: "Any", QUARTER: tl.constexpr, ASM: tl.constexpr
+) -> "Any":
     """Numbers of the codes at one quarter; scales: the quarter's is the byte QUARTER."""
     # A code's bits are a number of 2 ** -126 of what it stands for.
     power = (((scales >> (8 * QUARTER)) & 255) + 126) << 7
-    factors = power.to(tl.int16).to(tl.bfloat16, bitcast=True)[:, None]
+    factors = power.to(tl.int16).to(tl.bfloat16, bitcast=True)
     return tl.inline_asm_elementwise(
         ASM, "=r,r,r", [words, factors], dtype=tl.bfloat16, is_pure=True, pack=2
     )
@@ -62,18 +64,19 @@ def of_mxfp4(
         # The next chunk's are loaded now: loads that no product takes are not pipelined.
         next_factors = tl.load(s_rows + tl.minimum(chunk + 1, CHUNKS - 1) * HEIGHT)
         words = tl.load(first + chunk * (HEIGHT * 32))
+        own = factors[:, None]
         xs = x_rows + chunk * 128
         left = INPUTS - chunk * 128
         x0 = tl.load(xs, mask=live[None, :], other=0.0)
-        acc = tl.dot(_made(words, factors, 0, ASM0), x0, acc)
+        acc = tl.dot(made_of_codes(words, own, 0, ASM0), x0, acc)
         mask = live[None, :] & (left > 32)
         x1 = tl.load(xs + 32, mask=mask, other=0.0)
-        acc = tl.dot(_made(words, factors, 1, ASM1), x1, acc)
+        acc = tl.dot(made_of_codes(words, own, 1, ASM1), x1, acc)
         mask = live[None, :] & (left > 64)
         x2 = tl.load(xs + 64, mask=mask, other=0.0)
-        acc = tl.dot(_made(words, factors, 2, ASM2), x2, acc)
+        acc = tl.dot(made_of_codes(words, own, 2, ASM2), x2, acc)
         mask = live[None, :] & (left > 96)
         x3 = tl.load(xs + 96, mask=mask, other=0.0)
-        acc = tl.dot(_made(words, factors, 3, ASM3), x3, acc)
+        acc = tl.dot(made_of_codes(words, own, 3, ASM3), x3, acc)
         factors = next_factors
     return acc

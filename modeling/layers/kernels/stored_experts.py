@@ -11,7 +11,7 @@ Adapters' deltas are of x and of inner columns before those are rounded.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from math import gcd
 from typing import Any
@@ -24,98 +24,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from modeling.kernels.launch import Launcher, aligned, has_dependent_launch, launch_options
 from modeling.layers.kernels.expert_deltas import LayerDeltas, enter_pairs, sum_pairs
-from modeling.layers.kernels.integer_experts import integer_constants, of_integers
-from modeling.layers.kernels.mxfp4_experts import ASSEMBLY, of_mxfp4
+from modeling.layers.kernels.integer_experts import of_integers
+from modeling.layers.kernels.mxfp4_experts import of_mxfp4
+from modeling.layers.kernels.stored_pairs import FEW_TOKENS, experts_by_pair, gated
+from modeling.layers.kernels.stored_weights import Gate, StoredCut, StoredWeight
 from modeling.quantisation.activations import BLOCK
 from modeling.quantisation.kernels.rounding import by_group
-
-
-@dataclass(frozen=True)
-class StoredCut:
-    """How experts of up to `tokens` tokens are cut.
-
-    pairs: of a program. up, down: inner columns, and outputs, of a program. warps, stages: of both.
-    """
-
-    tokens: int
-    pairs: int
-    up: int
-    down: int
-    warps: int
-    stages: int
-
-
-MXFP4_CUTS: tuple[StoredCut, ...] = (
-    StoredCut(64, 16, 64, 64, 4, 4),
-    StoredCut(2**31, 64, 64, 128, 4, 3),
-)
-FP8_CUTS = (
-    StoredCut(64, 16, 32, 64, 4, 4),
-    StoredCut(256, 32, 64, 128, 4, 3),
-    StoredCut(2**31, 64, 64, 128, 4, 3),
-)
-"""The best of those that a GPU compared."""
-
-INTEGER_CUTS: tuple[StoredCut, ...] = (
-    StoredCut(64, 16, 64, 64, 4, 4),
-    StoredCut(256, 32, 64, 128, 4, 3),
-    StoredCut(2**31, 64, 64, 128, 4, 3),
-)
-"""Not compared with others yet."""
-
-
-@dataclass(frozen=True)
-class StoredWeight:
-    """The matrices [out, in] of a layer's experts.
-
-    codes: fp8 [experts, out, in], else int16 [experts, in / 128, out, 32].
-    scales: of fp8 float32 [experts, out / 128, in / 128]; of mxfp4 int32 [experts, in / 128, out],
-    four bytes each; of integers [experts, groups, out], in x's type. bias: [experts, out].
-    shape: (out, in).
-    group: inputs of a group of integers: 32, 64, or a multiple of 128; 0 in other forms.
-    middle: the zero point of integers, where there are no zeros: uint8 of the scales' shape.
-    order: int32 [experts, in], the inputs of integers in the codes' order; None: as they are.
-    """
-
-    codes: Tensor
-    scales: Tensor
-    bias: Tensor | None
-    shape: tuple[int, int]
-    group: int = 0
-    middle: int = 0
-    zeros: Tensor | None = None
-    order: Tensor | None = None
-
-    @property
-    def is_fp8(self) -> bool:
-        """Whether it is in fp8."""
-        return self.codes.dtype is torch.float8_e4m3fn
-
-    @property
-    def cuts(self) -> tuple[StoredCut, ...]:
-        """How its form is cut, by the number of tokens."""
-        return FP8_CUTS if self.is_fp8 else INTEGER_CUTS if self.group else MXFP4_CUTS
-
-    def form(self, dtype: torch.dtype) -> dict[str, Any]:
-        """What kernels are compiled for; dtype: of x."""
-        own = {"FP8": self.is_fp8, "GROUP": self.group, "MIDDLE": self.middle}
-        own |= {"HAS_ZEROS": self.zeros is not None, "ORDERED": self.order is not None}
-        made = integer_constants(dtype) if self.group else {"RAISED": 0, **ASSEMBLY}
-        return {**own, "HAS_BIAS": self.bias is not None, **made}
-
-
-@dataclass(frozen=True)
-class Gate:
-    """What an expert computes of gate g and up u, and how their rows lie.
-
-    interleaved: a gate's row is followed by up's; otherwise all rows of up follow those of gate.
-    limit, alpha: of (clamp(u) + 1) g' sigmoid(alpha g'), g' = min(g, limit); None: silu(g) u.
-    """
-
-    interleaved: bool = False
-    limit: float | None = None
-    alpha: float = 1.0
-
 
 # Arguments are grouped by what they describe.
 # fmt: off
@@ -206,12 +120,7 @@ def _up(
                 own = deltas + pair[None, :] * WIDTH + (half + column)[:, None]
             acc += tl.load(own, mask=live[None, :], other=0.0)
         gate, up = tl.split(tl.permute(tl.reshape(acc, [BLOCK_N, 2, PAIRS]), [0, 2, 1]))
-        if CLAMPED:
-            gate = tl.minimum(gate, limit)
-            up = tl.minimum(tl.maximum(up, -limit), limit)
-            value = (up + 1) * gate * tl.sigmoid(alpha * gate)
-        else:
-            value = gate * tl.sigmoid(gate) * up
+        value = gated(gate, up, limit, alpha, CLAMPED)
         n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
         out = inner + pair[None, :] * WIDTH + n[:, None]
         tl.store(out, value.to(inner.dtype.element_ty), mask=live[None, :])
@@ -288,6 +197,8 @@ def stored_experts(
     """
     (tokens, hidden), active, count = x.shape, ids.shape[1], len(up.codes)
     width = down.shape[1]
+    if tokens <= FEW_TOKENS and up.is_mxfp4 and deltas is None:
+        return experts_by_pair(x, up, down, gate, ids, shares)
     cut = _cut(tokens, hidden, width, up.cuts)
     table = torch.empty(count, tokens, dtype=torch.int32, device=x.device)
     inner = torch.empty(tokens * active, width, dtype=x.dtype, device=x.device)

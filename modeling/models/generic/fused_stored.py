@@ -14,7 +14,7 @@ from modeling.models.generic.integer_experts import LEAST, IntegerMatrices
 from modeling.models.generic.stored_experts import LinearMatrices, Mxfp4Matrices
 
 if TYPE_CHECKING:
-    from modeling.layers.kernels.stored_experts import Gate, StoredWeight
+    from modeling.layers.kernels.stored_weights import Gate, StoredWeight
 
 MOST_ADAPTED = 1024
 """Tokens with adapters that are computed at once: their deltas take float32 for each pair."""
@@ -87,7 +87,7 @@ def stored_kernels(module: Any, device: torch.device) -> StoredKernels:
 def _gate(module: Any) -> "Gate | None":
     """What the module computes of gate and up, found by running it; None if no kernel does."""
     # Here, not above: Triton comes with CUDA builds of torch only.
-    from modeling.layers.kernels.stored_experts import Gate
+    from modeling.layers.kernels.stored_weights import Gate
 
     if not module.has_gate or getattr(module, "has_post_expert_norm", False):
         return None
@@ -104,7 +104,7 @@ def _gate(module: Any) -> "Gate | None":
 
 
 def _weight(module: Any, name: str) -> "StoredWeight":
-    from modeling.layers.kernels.stored_experts import StoredWeight
+    from modeling.layers.kernels.stored_weights import StoredWeight
 
     stored: nn.Module | None = getattr(module, f"{name}_stored", None)
     bias: Tensor | None = getattr(module, f"{name}_bias") if module.has_bias else None

@@ -34,7 +34,7 @@ INTEGERS: dict[str, dict[str, Any]] = {
 
 def layer_mxfp4(hidden: int, inner: int, count: int) -> Layer:
     """up, down, gate, and the equation of one expert in float32, like gpt-oss'."""
-    from modeling.layers.kernels.stored_experts import Gate, StoredWeight
+    from modeling.layers.kernels.stored_weights import Gate, StoredWeight
 
     def weight(out: int, wide: int) -> tuple[Any, Tensor]:
         codes = torch.randint(0, 256, (count, out, wide // 32, 16), device="cuda").byte()
@@ -59,7 +59,7 @@ def layer_mxfp4(hidden: int, inner: int, count: int) -> Layer:
 
 def layer_fp8(hidden: int, inner: int, count: int) -> Layer:
     """The same, like Qwen3-MoE's: x and inner columns are rounded too."""
-    from modeling.layers.kernels.stored_experts import Gate, StoredWeight
+    from modeling.layers.kernels.stored_weights import Gate, StoredWeight
 
     def weight(out: int, wide: int) -> tuple[Any, Tensor]:
         codes = torch.randn(count, out, wide, device="cuda").mul(64).clamp(-448, 448).to(FP8)
@@ -106,7 +106,7 @@ def integer_weights(
     device: str = "cuda",
 ) -> tuple[Any, Tensor]:
     """A `StoredWeight` of so many experts, and its numbers in float32, [experts, out, in]."""
-    from modeling.layers.kernels.stored_experts import StoredWeight
+    from modeling.layers.kernels.stored_weights import StoredWeight
 
     form = (group, zero_points, ordered, dtype, device)
     stored = IntegerMatrices([[random_integers(shape, *form)] for _ in range(count)])
@@ -117,7 +117,7 @@ def integer_weights(
 
 def layer_integers(form: str, hidden: int, inner: int, count: int) -> Layer:
     """The same, in integers of 4 bits."""
-    from modeling.layers.kernels.stored_experts import Gate
+    from modeling.layers.kernels.stored_weights import Gate
 
     up, up_numbers = integer_weights(count, (2 * inner, hidden), **INTEGERS[form])
     down, down_numbers = integer_weights(count, (hidden, inner), **INTEGERS[form])
