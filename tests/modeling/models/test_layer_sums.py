@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.activations import GELUTanh, SiLUActivation
 
-from modeling.models.generic import layer_sums
+from modeling.adapters.norm_rows import NormRows, NormStep
+from modeling.models.generic import layer_sums, norms
 from modeling.models.generic.following import follow
 from modeling.models.generic.layer_sums import LayerSums, fuse_sums
 from modeling.models.generic.norms import FusedRMSNorm, NormedSum
@@ -73,6 +74,15 @@ class _Both(_Layer):
         return out
 
 
+class _Twice(_Layer):
+    """The sum is read beside the product of it: it stays a sum."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.after(self.mixer(x))
+        out: Tensor = x * self.factor + self.norm(x)
+        return out
+
+
 class _Returned(_Layer):
     """The product is read, and returned beside the sum: it stays."""
 
@@ -120,7 +130,7 @@ class _GatedByValue(_Layer):
 
 
 class _Decides(_Layer):
-    def forward(self, x: Tensor, mask: Any = None) -> Tensor:
+    def forward(self, x: Tensor, mask: Any) -> Tensor:
         return x + self.mixer(self.norm(x)) if mask else x
 
 
@@ -194,6 +204,7 @@ KINDS: dict[type[nn.Module], tuple[int, int]] = {
     _Scaled: (6, 0),
     _Behind: (6, 0),
     _Both: (6, 0),
+    _Twice: (6, 0),
     _Returned: (3, 0),
     _Routed: (3 + 1, 0),
     _Gated: (3, 3),
@@ -323,8 +334,8 @@ def test_a_sum_without_a_norm_behind_keeps_nothing_ahead() -> None:
     expected = layers[1](layers[0](x.clone()))
     assert fuse_sums(decoder, torch.float32)[SUMS] == 4
     assert torch.equal(layers[1](layers[0](x)), expected)
-    norms = [each for each in decoder.modules() if isinstance(each, FusedRMSNorm)]
-    assert all(norm._ahead is None for norm in norms)
+    ahead = [each._ahead for each in decoder.modules() if isinstance(each, FusedRMSNorm)]
+    assert ahead == [None] * 4
 
 
 @torch.inference_mode()
@@ -360,6 +371,51 @@ def test_a_norm_ahead_is_of_that_very_tensor() -> None:
     norm.keep_ahead(x, other)
     assert norm(x) is other
     assert norm(x) is not other
+
+
+@torch.inference_mode()
+def test_the_kernel_gets_only_what_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors of one type and shape, and norms with weights of adapters both, or neither."""
+    calls: list[dict[str, Any]] = []
+
+    class Ops:
+        @staticmethod
+        def add_rms_norm(x: Tensor, residual: Tensor, *_: Any, **more: Any) -> tuple[Tensor, ...]:
+            calls.append(more)
+            return x, residual
+
+    # Before the kernels are there: a norm by itself is computed by torch.
+    inner, outer = (FusedRMSNorm(torch.rand(WIDTH), 1e-5) for _ in range(2))
+    monkeypatch.setattr(norms, "fused_ops", lambda _device: Ops)
+    x = torch.randn(1, 3, WIDTH)
+    both, only_inner = NormedSum(inner, outer, 0.5, 2.0), NormedSum(inner)
+
+    def is_joined(parts: NormedSum, x: Tensor, residual: Tensor) -> bool:
+        calls.clear()
+        total, normed = parts.compute(x, residual)
+        assert (normed is None) == (parts.outer is None)
+        assert total.shape == x.shape
+        return bool(calls)
+
+    assert is_joined(both, x, x)
+    assert (calls[0]["factor"], calls[0]["total_factor"]) == (0.5, 2.0)
+    assert is_joined(only_inner, x, x)
+    assert not is_joined(both, x, x.double())
+    assert not is_joined(both, x, x[:, :1])
+    for norm in (inner, outer):
+        norm.called_alone = True
+        assert not is_joined(both, x, x)
+        norm.called_alone = False
+        with norm.alone():
+            assert not is_joined(both, x, x)
+    step = NormStep()
+    step.pages = torch.zeros(3, dtype=torch.int32)
+    inner.rows = NormRows(step, torch.rand(2, WIDTH))
+    assert is_joined(only_inner, x, x)
+    assert calls[0]["own_inner"] is not None
+    assert not is_joined(both, x, x)
+    outer.rows = inner.rows
+    assert is_joined(both, x, x)
 
 
 @torch.inference_mode()

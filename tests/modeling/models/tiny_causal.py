@@ -56,7 +56,6 @@ SMALL: dict[str, Any] = {
     "vocab_size": 96, "encoder_layers": 1, "num_key_value_heads": 2, "num_experts_per_tok": 2,
     "kv_lora_rank": 16, "q_lora_rank": 16, "qk_head_dim": 16, "n_group": 1, "topk_group": 1,
     "first_k_dense_replace": 1, "rotary_dim": 4, "index_n_heads": 2, "residual_multiplier": 0.5,
-    "ssm_out_multiplier": 0.7, "attention_out_multiplier": 0.6,
 }  # fmt: skip
 """Numbers by the names under which configs have them."""
 
@@ -175,7 +174,7 @@ def _is_number(config: PreTrainedConfig, name: str) -> bool:
         value = getattr(config, name, None)
     except AmbiguousGlobalPerLayerAttributeError:
         return False
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _with_rope(config: PreTrainedConfig, variant: str) -> PreTrainedConfig:
