@@ -234,8 +234,8 @@ def _add(step: SumStep, values: dict[int, Any]) -> None:
 def _gated(act: nn.Module, gate: Tensor, other: Tensor, is_gelu: bool) -> Tensor:
     """act(gate) * other, in one launch where there is a kernel."""
     ops = fused_ops(gate.device)
-    # Strides of a slice: its rows are one behind the other, or far from each other.
     is_alike = gate.shape == other.shape and gate.dtype == other.dtype
+    # Rows may be far from each other, but not the numbers of a row.
     if ops is None or not is_alike or gate.stride(-1) != 1 or other.stride(-1) != 1:
         found: Tensor = act(gate) * other
         return found
