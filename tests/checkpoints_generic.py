@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from tests.checkpoints import AdapterRecipe
+from tests.checkpoints_padded import randomise_scales
 from tests.modeling.models.tiny_causal import write_tiny
 
 VOCAB_SIZE = 96
@@ -64,6 +65,18 @@ GENERIC: dict[str, dict[str, Any]] = {
         "num_global_key_value_heads": 1,
         "attention_k_eq_v": True,
         "hidden_size_per_layer_input": 0,
+    },
+    "gemma4_mixture": {
+        "model_type": "gemma4_text",
+        "layer_types": MIXED,
+        "sliding_window": WINDOW,
+        "global_head_dim": 32,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": VOCAB_SIZE,
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 24,
     },
     "glm": {},
     "glm4": {},
@@ -168,6 +181,8 @@ def write_generic(folder: Path, variant: str, **changes: Any) -> Path:
         model = auto.from_config(config, dtype=torch.float32)
         for name, parameter in model.named_parameters():
             randomise(name, parameter)
+        with torch.no_grad():
+            randomise_scales(model)
         if config.tie_word_embeddings:
             model.tie_weights()
     model.save_pretrained(folder)

@@ -102,3 +102,10 @@ def randomise(name: str, parameter: torch.nn.Parameter, generator: torch.Generat
         parameter.uniform_(0.7, 1.3, generator=generator)
     else:
         parameter.normal_(std=0.2, generator=generator)
+
+
+def randomise_scales(model: torch.nn.Module, generator: torch.Generator | None = None) -> None:
+    """What scales a layer's result around one (Gemma 4), where transformers begins with one."""
+    for name, buffer in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            buffer.uniform_(0.7, 1.3, generator=generator)

@@ -19,12 +19,15 @@ class FusedOps:
     """What the kernels compute; arguments are contiguous.
 
     add_rms_norm: (x, residual or None, weight, eps) to (norm of the sum, the sum), as RMSNorm; a
-    last argument (weight, eps) is a norm of x before the sum. `rounded`: (codes, scales), where the
-    norm is written in fp8 too, rounded by token. `summand`: the one that x is part of, where x
-    stands for its sum over ranks.
+    last argument (weight, eps) is a norm of x before the sum. Without a weight the sum is returned
+    twice. `factor` multiplies what is added to the residual, `total_factor` the sum. `rounded`:
+    (codes, scales), where the norm is written in fp8 too, rounded by token. `summand`: the one that
+    x is part of, where x stands for its sum over ranks.
     silu_mul: gate and up side by side [tokens, 2 * n] to silu(gate) * up [tokens, n]; `rounded` the
     same.
     gelu_tanh_mul: the same with the tanh form of GELU.
+    gated_mul: (gate, up, is_gelu) to the same of two tensors, of which rows may be far from each
+    other.
     rotate_and_store: ((q, k, v) [tokens, heads or kv_heads, head_dim], (cos, sin), cache, slots,
     norms or None) to the rotation of q; k and v go to the cache, as LayerCache.store. A last
     argument: whether q is overwritten.
@@ -36,6 +39,7 @@ class FusedOps:
     add_rms_norm: Callable[..., tuple[Tensor, Tensor]]
     silu_mul: Callable[..., Tensor]
     gelu_tanh_mul: Callable[[Tensor], Tensor]
+    gated_mul: Callable[[Tensor, Tensor, bool], Tensor]
     rotate_and_store: Callable[..., Tensor]
     angles: Callable[[Tensor, Tensor, float, torch.dtype], tuple[Tensor, Tensor]]
     best: Callable[[Tensor], Tensor]
@@ -75,6 +79,7 @@ def _triton_ops() -> FusedOps | None:
         add_rms_norm=rows.add_rms_norm,
         silu_mul=rows.silu_mul,
         gelu_tanh_mul=rows.gelu_tanh_mul,
+        gated_mul=rows.gated_mul,
         rotate_and_store=operations.rotate_and_store,
         angles=operations.angles,
         best=operations.best,

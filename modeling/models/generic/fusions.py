@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from configs.architectures.base import Activation
 from modeling.layers.activation import ACTIVATIONS
 from modeling.layers.fused import fused_ops
+from modeling.models.generic.comparing import activation_of, same
 from modeling.models.generic.layer_sums import fuse_sums
 from modeling.models.generic.modules import GenericLinear, MergedColumns, MergedPart
 from modeling.models.generic.norms import FusedRMSNorm
@@ -31,9 +32,6 @@ ROTATION = "apply_rotary_pos_emb"
 
 OF_POSITIONS = ("get_llama_4_attn_scale",)
 """Functions of a step's positions, which every layer calls with the same arguments."""
-
-TOLERANCE = 1e-5
-"""On float32 numbers of about one."""
 
 _WIDTH = 8
 """Of the probes' vectors and heads."""
@@ -77,10 +75,11 @@ def norm_heads_alone(causal: nn.Module) -> None:
             module.deferral = None
 
 
-def fuse(causal: nn.Module, step: CurrentStep) -> None:
+def fuse(causal: nn.Module, step: CurrentStep, dtype: torch.dtype) -> None:
     """Replace norms and feed-forwards, and let attention rotate q and k itself; logs what it did.
 
-    The weights must be there: a norm's is kept in float32, as it is computed with.
+    The weights must be there: a norm's is kept in float32, as it is computed with. dtype: of what
+    layers compute.
     """
     done: Counter[str] = Counter()
     for path, module in list(causal.named_modules()):
@@ -95,7 +94,7 @@ def fuse(causal: nn.Module, step: CurrentStep) -> None:
         elif _defer_rotation(module, step):
             done["rotation with the cache's store"] += 1
     done["norm of heads with their rotation"] = _defer_norms(causal, step)
-    done["sum with its norms"] = fuse_sums(causal)
+    done += fuse_sums(causal, dtype)
     text = ", ".join(f"{name} ({count})" for name, count in sorted(done.items()) if count)
     logger.info("fused in %s: %s", type(causal).__name__, text or "nothing")
 
@@ -114,7 +113,7 @@ def _norm(module: nn.Module) -> FusedRMSNorm | None:
     x = torch.randn(3, len(weight), generator=torch.Generator().manual_seed(0)) * 1e-2
     for plus in (0.0, 1.0):
         wide = weight.float() + plus
-        if _same(probe(x), F.rms_norm(x, weight.shape, wide.cpu(), eps)):
+        if same(probe(x), F.rms_norm(x, weight.shape, wide.cpu(), eps)):
             return FusedRMSNorm(wide, eps, module, plus)
     return None
 
@@ -138,7 +137,7 @@ def _mlp(module: nn.Module, step: CurrentStep) -> FusedGatedMLP | None:
     gate_up = _gate_up(parts.get("gate_up_proj", parts.get("gate_proj")))
     if act is None or not isinstance(down, GenericLinear) or gate_up is None:
         return None
-    activation = _activation(act)
+    activation = activation_of(act)
     if activation is None or not _computes_gated(module, activation):
         return None
     return FusedGatedMLP(gate_up, down, step, activation)
@@ -149,18 +148,6 @@ def _gate_up(gate: nn.Module | None) -> nn.Module | None:
     if isinstance(gate, MergedPart):
         gate = gate.merged if gate.is_first else None
     return gate.linear if isinstance(gate, GenericLinear | MergedColumns) else None
-
-
-def _activation(act: Any) -> Activation | None:
-    """What an activation of transformers computes, of those that have kernels."""
-    x = torch.linspace(-4, 4, 33)
-    for activation in (Activation.SILU, Activation.GELU_TANH, Activation.GELU):
-        try:
-            if _same(act(x), ACTIVATIONS[activation](x)):
-                return activation
-        except (RuntimeError, AttributeError):
-            return None
-    return None
 
 
 class _Stub:
@@ -193,7 +180,7 @@ def _computes_gated(module: nn.Module, activation: Activation) -> bool:
     except (AttributeError, TypeError, RuntimeError):
         return False
     act = ACTIVATIONS[activation]
-    return _same(found, F.linear(act(F.linear(x, gate)) * F.linear(x, up), down))
+    return same(found, F.linear(act(F.linear(x, gate)) * F.linear(x, up), down))
 
 
 def _defer_rotation(module: nn.Module, step: CurrentStep) -> bool:
@@ -254,13 +241,5 @@ def _plain_norm(module: nn.Module, width: int, device: torch.device) -> nn.Modul
     if list(module.parameters()) or not isinstance(eps, float) or not _takes_one(module):
         return module
     x = torch.randn(3, _WIDTH, generator=torch.Generator().manual_seed(0)) * 1e-2
-    is_known = _same(module(x), F.rms_norm(x, (_WIDTH,), None, eps))
+    is_known = same(module(x), F.rms_norm(x, (_WIDTH,), None, eps))
     return FusedRMSNorm(torch.ones(width, device=device), eps, module) if is_known else module
-
-
-def _same(found: Any, wanted: Tensor) -> bool:
-    return (
-        isinstance(found, Tensor)
-        and found.shape == wanted.shape
-        and torch.allclose(found, wanted, rtol=TOLERANCE, atol=TOLERANCE)
-    )

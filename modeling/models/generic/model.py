@@ -111,7 +111,7 @@ class GenericForCausalLM(nn.Module):
     def _finish(self, prefix: str) -> None:
         """Put in what is computed otherwise than by transformers, and try the model."""
         self.causal.requires_grad_(False).train(False)
-        fuse(self.causal, self._step)
+        fuse(self.causal, self._step, self.dtype)
         self._decoder = cast(nn.Module, getattr(self.causal, prefix))
         self._cache_name = cache_name(self._decoder.forward)
         # Not among the submodules: its parameters would be found twice.

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -56,7 +57,7 @@ class FusedRMSNorm(nn.Module):
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead[0] is x:
             return ahead[1]
-        if self.deferral is not None and not self.called_alone and self._own is None:
+        if self.deferral is not None and not self.called_alone and self.own is None:
             self.deferral.defer_norm(self, x)
             return x
         return self.computed(x)
@@ -66,31 +67,17 @@ class FusedRMSNorm(nn.Module):
         if self._fused is None:
             return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps).to(x.dtype)
         fused = self._fused.add_rms_norm
-        return fused(_rows(x), None, self.weight, self.eps, own=self._own)[0].view(x.shape)
+        return fused(_rows(x), None, self.weight, self.eps, own=self.own)[0].view(x.shape)
 
     @property
-    def _own(self) -> OwnWeights | None:
+    def own(self) -> OwnWeights | None:
+        """The weights of adapters in a captured step; None where there are none."""
         return None if self.rows is None else self.rows.own
 
-    def after_sum(
-        self, x: Tensor, residual: Tensor, inner: "FusedRMSNorm | None"
-    ) -> tuple[Tensor, Tensor]:
-        """(residual + x, its norm), all of one shape; inner: a norm of x before the sum."""
-        is_apart = self.called_alone or self._is_watched
-        if self._fused is None or x.dtype != residual.dtype or is_apart:
-            total = residual + (x if inner is None else inner(x))
-            return total, self(total)
-        before = None if inner is None else (inner.weight, inner.eps)
-        normed, total = self._fused.add_rms_norm(
-            _rows(x),
-            _rows(residual),
-            self.weight,
-            self.eps,
-            before,
-            own=self._own,
-            own_inner=None if inner is None else inner._own,
-        )
-        return total.view(x.shape), normed.view(x.shape)
+    @property
+    def is_apart(self) -> bool:
+        """Whether it is called by itself now, never within a sum."""
+        return self.called_alone or self._is_watched
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -104,6 +91,49 @@ class FusedRMSNorm(nn.Module):
     def keep_ahead(self, x: Tensor, normed: Tensor) -> None:
         """Return `normed` from the next call if that is of this very x."""
         self._ahead = (x, normed)
+
+
+@dataclass(frozen=True)
+class NormedSum:
+    """t = (inner(x) * factor + residual) * total_factor, and outer(t); any norm may be missing."""
+
+    inner: FusedRMSNorm | None = None
+    outer: FusedRMSNorm | None = None
+    factor: float = 1.0
+    total_factor: float = 1.0
+
+    def compute(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(t, its norm, if there is one), all of one shape; one launch where there are kernels."""
+        inner, outer = self.inner, self.outer
+        norms = [each for each in (inner, outer) if each is not None]
+        ops = fused_ops(x.device)
+        is_alike = x.shape == residual.shape and x.dtype == residual.dtype
+        # The kernel takes weights of adapters for both norms, or for none.
+        has_own = {each.own is not None for each in norms}
+        if ops is None or not is_alike or len(has_own) > 1 or any(each.is_apart for each in norms):
+            return self._by_parts(x, residual)
+        normed, total = ops.add_rms_norm(
+            _rows(x),
+            _rows(residual),
+            None if outer is None else outer.weight,
+            0.0 if outer is None else outer.eps,
+            None if inner is None else (inner.weight, inner.eps),
+            own=None if outer is None else outer.own,
+            own_inner=None if inner is None else inner.own,
+            factor=self.factor,
+            total_factor=self.total_factor,
+        )
+        return total.view(x.shape), None if outer is None else normed.view(x.shape)
+
+    def _by_parts(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor | None]:
+        if self.inner is not None:
+            x = self.inner(x)
+        if self.factor != 1.0:
+            x = x * self.factor
+        total = residual + x
+        if self.total_factor != 1.0:
+            total = total * self.total_factor
+        return total, None if self.outer is None else self.outer(total)
 
 
 def _rows(x: Tensor) -> Tensor:

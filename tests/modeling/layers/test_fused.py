@@ -50,6 +50,42 @@ def test_add_rms_norm(dtype: torch.dtype, shape: tuple[int, int], has_residual: 
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 1536), (17, 32), (300, 5120)])
+@pytest.mark.parametrize("has_inner", [False, True])
+@pytest.mark.parametrize("has_outer", [False, True])
+def test_sums_with_factors(
+    dtype: torch.dtype, shape: tuple[int, int], has_inner: bool, has_outer: bool
+) -> None:
+    """Each product and sum is rounded as torch rounds it."""
+    x, residual = (torch.randn(shape, device=CUDA).to(dtype) for _ in range(2))
+    weight, own = torch.randn(2, shape[1], device=CUDA)
+    inner = (own, 1e-6) if has_inner else None
+    added = ops().add_rms_norm(x, None, own, 1e-6)[0] if has_inner else x
+    for factor, total_factor in ((0.22, 1.0), (1.0, 1.37), (0.22, 1.37)):
+        total = (added * factor + residual) * total_factor
+        normed, stream = ops().add_rms_norm(
+            x,
+            residual,
+            weight if has_outer else None,
+            1e-5,
+            inner,
+            factor=factor,
+            total_factor=total_factor,
+        )
+        if dtype is torch.float32:
+            # The compiler may join a product and a sum, which then round once.
+            torch.testing.assert_close(stream, total)
+        else:
+            assert torch.equal(stream, total)
+        if has_outer:
+            expected = F.rms_norm(stream.double(), weight.shape, weight.double(), 1e-5)
+            check(normed, expected, dtype)
+        else:
+            assert normed is stream
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(1, 14336), (33, 96), (200, 1040)])
 def test_rounding_beside(dtype: torch.dtype, shape: tuple[int, int]) -> None:
@@ -105,6 +141,21 @@ def test_silu_mul(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     x = torch.randn(shape, device=CUDA).to(dtype)
     gate, up = x.double().chunk(2, dim=-1)
     check(ops().silu_mul(x), F.silu(gate) * up, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 256), (33, 96), (200, 2050)])
+@pytest.mark.parametrize("is_gelu", [False, True])
+def test_gated_mul(dtype: torch.dtype, shape: tuple[int, int], is_gelu: bool) -> None:
+    """up is of one of several layers, whose rows are far from each other."""
+    gate = torch.randn(shape, device=CUDA).to(dtype)
+    layers = torch.randn(shape[0], 5, shape[1], device=CUDA).to(dtype)
+    wide = gate.double()
+    act = F.gelu(wide, approximate="tanh") if is_gelu else F.silu(wide)
+    for layer in range(5):
+        up = layers[:, layer]
+        check(ops().gated_mul(gate, up, is_gelu), act * up.double(), dtype)
 
 
 @pytest.mark.gpu

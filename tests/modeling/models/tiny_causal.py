@@ -17,7 +17,7 @@ from transformers.integrations.heterogeneity.configuration_utils import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tests.checkpoints_padded import randomise
+from tests.checkpoints_padded import randomise, randomise_scales
 
 ORIGINAL = 16
 """Tokens up to which the short frequencies of longrope hold."""
@@ -55,7 +55,7 @@ SMALL: dict[str, Any] = {
     **_WIDE, **_INNER, **_DEEP, **_HEADS, **_LENGTHS, **_EIGHT, **_EXPERTS, **_EXPERT,
     "vocab_size": 96, "encoder_layers": 1, "num_key_value_heads": 2, "num_experts_per_tok": 2,
     "kv_lora_rank": 16, "q_lora_rank": 16, "qk_head_dim": 16, "n_group": 1, "topk_group": 1,
-    "first_k_dense_replace": 1, "rotary_dim": 4, "index_n_heads": 2,
+    "first_k_dense_replace": 1, "rotary_dim": 4, "index_n_heads": 2, "residual_multiplier": 0.5,
 }  # fmt: skip
 """Numbers by the names under which configs have them."""
 
@@ -174,7 +174,7 @@ def _is_number(config: PreTrainedConfig, name: str) -> bool:
         value = getattr(config, name, None)
     except AmbiguousGlobalPerLayerAttributeError:
         return False
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _with_rope(config: PreTrainedConfig, variant: str) -> PreTrainedConfig:
@@ -221,6 +221,7 @@ def write_tiny(folder: Path, kind: str, variant: str = "plain") -> Path:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             randomise(name, parameter, generator)
+        randomise_scales(model, generator)
     model.tie_weights()
     model.save_pretrained(folder)
     return folder

@@ -11,11 +11,19 @@ from modeling.adapters.product import AdapterData
 from modeling.layers.angles import Angles
 from modeling.layers.rotary import rotate
 from modeling.models.base import AttentionLayer
-from modeling.models.generic import fusions, linears, model, reading, stacked_experts, step
+from modeling.models.generic import (
+    fusions,
+    layer_sums,
+    linears,
+    model,
+    reading,
+    stacked_experts,
+    step,
+)
 from modeling.models.generic.cuts import CutPlan, LinearCut, Style
 from modeling.models.generic.model import GenericForCausalLM
 from modeling.models.generic.modules import GenericHead, GenericLinear, MergedColumns
-from modeling.models.generic.norms import FusedRMSNorm
+from modeling.models.generic.norms import FusedRMSNorm, NormedSum
 from modeling.models.generic.rotations import RotationForm
 from modeling.models.generic.step import CurrentStep, Heads, PagedLayers, PositionsAsLength
 from modeling.runner.block_tables import BlockTables, GroupLayout, Ints, StepRows
@@ -37,10 +45,11 @@ GLM4_CUT = Setting("generic", "glm4", 2, [BASE])
 
 GEMMA4 = Setting("generic", "gemma4_text", 1, [BASE, "r8"])
 GEMMA4_CUT = Setting("generic", "gemma4_equal", 2, [BASE, "r8"])
+GRANITE = Setting("generic", "granite_dense", 1, [BASE, "r8"])
 LLAMA4 = Setting("generic", "llama4_text", 1, [BASE])
 LLAMA4_CUT = Setting("generic", "llama4_text", 2, [BASE])
 
-SOUND = [GEMMA4, GEMMA4_CUT, LLAMA4, LLAMA4_CUT]
+SOUND = [GEMMA4, GEMMA4_CUT, GRANITE, LLAMA4, LLAMA4_CUT]
 SOUND += [GEMMA2, GEMMA2_CUT, MINISTRAL, PHI, COHERE, GPT_OSS, MIXTRAL, MIXTRAL_CUT, GLM4_CUT]
 
 
@@ -130,15 +139,39 @@ def test_norm_by_w_instead_of_one_more(world: World, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.sweep
 def test_sum_without_the_norm_before_it(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = FusedRMSNorm.after_sum
-
-    def after_sum(
-        self: FusedRMSNorm, x: Tensor, residual: Tensor, inner: FusedRMSNorm | None
-    ) -> tuple[Tensor, Tensor]:
-        return real(self, x, residual, None)
-
-    monkeypatch.setattr(FusedRMSNorm, "after_sum", after_sum)
+    _sum_without(monkeypatch, inner=None)
     expect_mismatch(world, GEMMA2)
+
+
+@pytest.mark.sweep
+def test_sum_without_the_factor_before_it(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    _sum_without(monkeypatch, factor=1.0)
+    expect_mismatch(world, GRANITE)
+
+
+@pytest.mark.sweep
+def test_sum_without_its_factor(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    _sum_without(monkeypatch, total_factor=1.0)
+    expect_mismatch(world, GEMMA4)
+
+
+def _sum_without(monkeypatch: pytest.MonkeyPatch, **changed: Any) -> None:
+    real = NormedSum.compute
+
+    def compute(self: NormedSum, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor | None]:
+        return real(replace(self, **changed), x, residual)
+
+    monkeypatch.setattr(NormedSum, "compute", compute)
+
+
+@pytest.mark.sweep
+def test_gate_without_its_activation(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gated(_act: nn.Module, gate: Tensor, other: Tensor, is_gelu: bool) -> Tensor:
+        assert is_gelu
+        return gate * other
+
+    monkeypatch.setattr(layer_sums, "_gated", gated)
+    expect_mismatch(world, GEMMA4)
 
 
 @pytest.mark.sweep
