@@ -68,8 +68,8 @@ def _best(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _route(
-    x: "Any", weight: "Any", logits: "Any", ids: "Any", shares: "Any", arrived: "Any",
-    INPUTS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr,
+    x: "Any", weight: "Any", bias: "Any", logits: "Any", ids: "Any", shares: "Any", arrived: "Any",
+    INPUTS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr, HAS_BIAS: tl.constexpr,
     EXPERTS: tl.constexpr, WIDTH: tl.constexpr, ACTIVE: tl.constexpr, SUMMED: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -82,11 +82,15 @@ def _route(
     mask = (n < EXPERTS)[:, None] & (k < INPUTS)[None, :]
     # No kernel writes weights: they are loaded while the kernel before still runs.
     rows = tl.load(weight + n[:, None] * INPUTS + k[None, :], mask=mask, other=0.0)
+    if HAS_BIAS:
+        added = tl.load(bias + n, mask=n < EXPERTS, other=0.0).to(tl.float32)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     own = tl.load(x + token * INPUTS + k, mask=k < INPUTS, other=0.0).to(tl.float32)
     found = tl.sum(rows.to(tl.float32) * own[None, :], axis=1)
+    if HAS_BIAS:
+        found += added
     tl.store(logits + token * EXPERTS + n, found.to(logits.dtype.element_ty), mask=n < EXPERTS)
     # As in `modeling.kernels.tiles.store_tile`: stores, the barrier, one arrival for all.
     tl.debug_barrier()
@@ -107,16 +111,16 @@ _BEST, _ROUTE = Launcher(_best), Launcher(_route)
 
 
 def route(
-    x: Tensor, weight: Tensor, active: int, summed: bool, zeros: Tensor
+    x: Tensor, weight: Tensor, bias: Tensor | None, active: int, summed: bool, zeros: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(logits, weights of x's type, int64 ids) of [tokens, hidden] and [experts, hidden].
 
-    A token's experts are the best `active` by softmax; summed: their weights sum to 1. zeros: int32
-    [MOST_ROUTED] at least, which it leaves as zeros.
+    bias: [experts]. A token's experts are the best `active` by softmax; summed: their weights sum
+    to 1. zeros: int32 [MOST_ROUTED] at least, which it leaves as zeros.
     """
     (tokens, hidden), count = x.shape, len(weight)
     if tokens > MOST_ROUTED:
-        logits = torch.nn.functional.linear(x, weight)
+        logits = torch.nn.functional.linear(x, weight, bias)
         return logits, *best_experts(logits, active, summed)
     logits = torch.empty(tokens, count, dtype=x.dtype, device=x.device)
     shares, ids = _room(logits, active)
@@ -124,8 +128,9 @@ def route(
     columns = triton.next_power_of_2(hidden)
     block = max(1, min(8, ROUTED_WEIGHTS // columns))
     constants = {"INPUTS": hidden, "COLUMNS": columns, "BLOCK_N": block}
+    constants["HAS_BIAS"] = bias is not None
     constants |= _best_of(count, active, summed, pdl)
-    tensors = [x, weight, logits, ids, shares, zeros]
+    tensors = [x, weight, weight if bias is None else bias, logits, ids, shares, zeros]
     key = (x.device, x.dtype, aligned(*tensors), *constants.values())
     grid = (-(-count // block), tokens)
     _ROUTE(key, grid, tensors, constants, {"num_warps": 4, **launch_options(pdl)})

@@ -89,7 +89,7 @@ class ExpertKernels:
     def router(self, module: Any) -> Callable[..., tuple[Tensor, Tensor, Tensor]] | None:
         """The kernel instead of a router that takes the best of a softmax; None for others."""
         weight = module.weight
-        if self._routing is None or getattr(module, "bias", None) is not None:
+        if self._routing is None:
             return None
         active = getattr(module, "top_k", None)
         if not isinstance(active, int) or weight.dtype not in HALF:
@@ -97,7 +97,8 @@ class ExpertKernels:
         for summed in (True, False):
             if _takes_best(module, active, summed):
                 zeros = self._counters(self._routing.MOST_ROUTED)
-                return partial(_route, self._routing, weight, active, summed, zeros)
+                own = (weight, getattr(module, "bias", None))
+                return partial(_route, self._routing, own, active, summed, zeros)
         return None
 
     def _counters(self, count: int) -> Tensor:
@@ -108,11 +109,16 @@ class ExpertKernels:
 
 
 def _route(
-    routing: Any, weight: Tensor, active: int, summed: bool, zeros: Tensor, hidden_states: Tensor
+    routing: Any,
+    own: tuple[Tensor, Tensor | None],
+    active: int,
+    summed: bool,
+    zeros: Tensor,
+    hidden_states: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(logits, weights of the best, their ids)."""
+    """(logits, weights of the best, their ids); own: the router's weight and bias."""
     x = hidden_states.flatten(0, -2).contiguous()
-    found: tuple[Tensor, Tensor, Tensor] = routing.route(x, weight, active, summed, zeros)
+    found: tuple[Tensor, Tensor, Tensor] = routing.route(x, *own, active, summed, zeros)
     return found
 
 
@@ -142,15 +148,20 @@ def is_silu(module: Any) -> bool:
 def _takes_best(module: Any, active: int, summed: bool) -> bool:
     """Whether a router returns logits, the weights of the best and their ids."""
     probe = copy.copy(module)
-    weight = module.weight.detach().float().cpu()
-    probe._parameters = {"weight": torch.nn.Parameter(weight, requires_grad=False)}
+    own = {name: each.detach().float().cpu() for name, each in module.named_parameters()}
+    if not {"weight"} <= own.keys() <= {"weight", "bias"}:
+        return False
+    weight, bias = own["weight"], own.get("bias")
+    probe._parameters = {
+        name: torch.nn.Parameter(each, requires_grad=False) for name, each in own.items()
+    }
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(3, weight.shape[1], generator=generator)
     try:
         found = type(module).forward(probe, x)
     except (RuntimeError, AttributeError, TypeError):
         return False
-    logits = F.linear(x, weight)
+    logits = F.linear(x, weight, bias)
     best, ids = logits.softmax(-1).topk(active)
     best = best / best.sum(-1, keepdim=True) if summed else best
     wanted = (logits, best, ids)

@@ -38,15 +38,17 @@ def test_experts(dtype: torch.dtype, tokens: int) -> None:
 
 
 @pytest.mark.parametrize("summed", [True, False])
-@pytest.mark.parametrize(("tokens", "hidden"), [(1, 2048), (16, 7168), (17, 2048)])
-def test_routing(tokens: int, hidden: int, summed: bool) -> None:
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize(("tokens", "hidden"), [(1, 2048), (16, 7168), (17, 2880)])
+def test_routing(tokens: int, hidden: int, summed: bool, has_bias: bool) -> None:
     kernels = pytest.importorskip("modeling.layers.kernels.routing")
     x = torch.randn(tokens, hidden, device=CUDA).bfloat16()
     weight = torch.randn(100, hidden, device=CUDA).mul(0.05).bfloat16()
+    bias = torch.randn(100, device=CUDA).bfloat16() if has_bias else None
     zeros = torch.zeros(kernels.MOST_ROUTED, dtype=torch.int32, device=CUDA)
     for _ in range(3):
-        logits, shares, ids = kernels.route(x, weight, 6, summed, zeros)
-        torch.testing.assert_close(logits, F.linear(x, weight), rtol=2e-2, atol=2e-2)
+        logits, shares, ids = kernels.route(x, weight, bias, 6, summed, zeros)
+        torch.testing.assert_close(logits, F.linear(x, weight, bias), rtol=2e-2, atol=2e-2)
         own = logits.float().softmax(-1)
         best = own.topk(6).values
         # Ids of equal logits may come in any order.

@@ -165,14 +165,18 @@ def test_experts_adapted(
 
 @pytest.mark.parametrize("tokens", [3, 17])
 @pytest.mark.parametrize("summed", [True, False])
-def test_routing(monkeypatch: pytest.MonkeyPatch, tokens: int, summed: bool) -> None:
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_routing(
+    monkeypatch: pytest.MonkeyPatch, tokens: int, summed: bool, has_bias: bool
+) -> None:
     kernels = pytest.importorskip("modeling.layers.kernels.routing")
     for name in ("_ROUTE", "_BEST"):
         monkeypatch.setattr(kernels, name, Interpreted(getattr(kernels, name)._kernel))
     x, weight = torch.randn(tokens, 24), torch.randn(11, 24)
     zeros = torch.zeros(kernels.MOST_ROUTED, dtype=torch.int32)
-    logits, shares, ids = kernels.route(x, weight, 3, summed, zeros)
-    torch.testing.assert_close(logits, F.linear(x, weight))
+    bias = torch.randn(11) if has_bias else None
+    logits, shares, ids = kernels.route(x, weight, bias, 3, summed, zeros)
+    torch.testing.assert_close(logits, F.linear(x, weight, bias))
     best, chosen = logits.softmax(-1).topk(3)
     assert torch.equal(ids, chosen)
     torch.testing.assert_close(shares, best / best.sum(-1, keepdim=True) if summed else best)
