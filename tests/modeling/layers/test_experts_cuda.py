@@ -45,10 +45,12 @@ def test_routing(tokens: int, hidden: int, summed: bool, has_bias: bool) -> None
     x = torch.randn(tokens, hidden, device=CUDA).bfloat16()
     weight = torch.randn(100, hidden, device=CUDA).mul(0.05).bfloat16()
     bias = torch.randn(100, device=CUDA).bfloat16() if has_bias else None
+    wanted = F.linear(x.float(), weight.float(), bias.float() if bias is not None else None)
     zeros = torch.zeros(kernels.MOST_ROUTED, dtype=torch.int32, device=CUDA)
     for _ in range(3):
         logits, shares, ids = kernels.route(x, weight, bias, 6, summed, zeros)
-        torch.testing.assert_close(logits, F.linear(x, weight, bias), rtol=2e-2, atol=2e-2)
+        # Of numbers of about four; a library rounds the product before it adds the bias.
+        torch.testing.assert_close(logits.float(), wanted, rtol=2e-2, atol=4e-2)
         own = logits.float().softmax(-1)
         best = own.topk(6).values
         # Ids of equal logits may come in any order.
