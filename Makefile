@@ -56,7 +56,7 @@ fmt: $(READY)
 parity: $(READY)
 	$(BIN)/python -m pytest -p tests.parity_report --disable-warnings \
 		--deselect tests/modeling/parity/test_doc.py \
-		tests/modeling/parity/cells.py tests/modeling/parity
+		-o python_files="test_*.py cells.py" tests/modeling/parity
 	$(BIN)/python -m tests.modeling.models.sweep
 
 # Every causal class of the installed transformers beside transformers + PEFT: two minutes.
