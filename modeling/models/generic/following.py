@@ -132,9 +132,11 @@ class Value:
     def __iter__(self) -> Iterator["Value"]:
         """As many items as the unpacking wants; nothing else iterates over a value."""
         frame = inspect.currentframe()
-        assert frame is not None
-        assert frame.f_back is not None
-        code, at = frame.f_back.f_code.co_code, frame.f_back.f_lasti
+        caller = None if frame is None else frame.f_back
+        # A frame that holds itself would keep alive what all of its callers hold: the model.
+        del frame
+        assert caller is not None
+        code, at = caller.f_code.co_code, caller.f_lasti
         if code[at] != dis.opmap["UNPACK_SEQUENCE"]:
             raise TypeError("a layer iterates over a tensor")
         return iter([self[index] for index in range(code[at + 1])])
