@@ -1,4 +1,4 @@
-"""The kernels of `triton_experts.py`: of one pair, and of a tile of one expert's pairs.
+"""The kernels of `experts.py`: of one pair, and of a tile of one expert's pairs.
 
 With DELTAS they add what adapters change, before silu and to the sum of a token's pairs: see
 `modeling.kernels.pairs`. layer: its index among those with experts; num_pages: of a pool. map0,

@@ -1,4 +1,4 @@
-"""Experts in integers of 4 bits, in Triton: the part of triton_stored_experts.py that reads them.
+"""Experts in integers of 4 bits, in Triton: the part of stored_experts.py that reads them.
 
     W[o, i] = round((code[o, i] - zero[o, g(i)]) * scale[o, g(i)])
 

@@ -1,4 +1,4 @@
-"""Experts in mxfp4, in Triton: the part of triton_stored_experts.py that reads them.
+"""Experts in mxfp4, in Triton: the part of stored_experts.py that reads them.
 
     W[o, i] = code[o, i] * 2 ** (scale[o, i / 32] - 127)
 

@@ -1,12 +1,12 @@
 """Experts kept as a checkpoint stored them, in Triton: mxfp4, fp8 blocks, integers of 4 bits.
 
-As in triton_experts.py, a table has the pairs of each expert, and a program reads a tile of one
+As in experts.py, a table has the pairs of each expert, and a program reads a tile of one
 expert's weights once for many pairs. Here for any number of tokens: numbers are made of a tile
 where it is multiplied, so no expert is ever expanded.
 
     fp8     y[p, o] = sum_g a[p, g] b[o / 128, g] sum_{i of g} X[p, i] W[o, i]
 
-How the others are read: triton_mxfp4_experts.py, triton_integer_experts.py.
+How the others are read: mxfp4_experts.py, integer_experts.py.
 Adapters' deltas are of x and of inner columns before those are rounded.
 """
 

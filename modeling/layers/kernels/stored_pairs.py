@@ -168,13 +168,8 @@ def experts_by_pair(
     pdl = has_dependent_launch(x.device)
     kinds = (x.device, x.dtype, ids.dtype)
     cut, columns = UP_OF_PAIR, gcd(UP_OF_PAIR.outputs, width)
-    constants: dict[str, Any] = {
-        "INPUTS": hidden,
-        "WIDTH": width,
-        "ACTIVE": active,
-        "BLOCK_N": columns,
-    }
-    constants |= {"TURN": cut.turn, "HAS_BIAS": up.bias is not None}
+    constants: dict[str, Any] = {"INPUTS": hidden, "WIDTH": width, "ACTIVE": active}
+    constants |= {"BLOCK_N": columns, "TURN": cut.turn, "HAS_BIAS": up.bias is not None}
     constants |= {"INTERLEAVED": gate.interleaved, "CLAMPED": gate.limit is not None}
     constants |= {**ASSEMBLY, "PDL": pdl}
     bias = up.scales if up.bias is None else up.bias

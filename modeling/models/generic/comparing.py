@@ -17,7 +17,7 @@ def same(found: Any, wanted: Tensor) -> bool:
     return (
         isinstance(found, Tensor)
         and found.shape == wanted.shape
-        and torch.allclose(found, wanted, rtol=TOLERANCE, atol=TOLERANCE)
+        and torch.allclose(found.float(), wanted.float(), TOLERANCE, TOLERANCE)
     )
 
 

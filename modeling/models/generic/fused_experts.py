@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from modeling.adapters.product import ExpertDeltas
-
-TOLERANCE = 1e-5
+from modeling.models.generic.comparing import same
 
 HALF = (torch.bfloat16, torch.float16)
 """Types of weights that the kernels take."""
@@ -167,12 +166,3 @@ def _takes_best(module: Any, active: int, summed: bool) -> bool:
     wanted = (logits, best, ids)
     is_alike = isinstance(found, tuple) and len(found) == 3
     return is_alike and all(same(a, b) for a, b in zip(found, wanted, strict=True))
-
-
-def same(found: Any, wanted: Tensor) -> bool:
-    """Whether a module computed what is wanted."""
-    return (
-        isinstance(found, Tensor)
-        and found.shape == wanted.shape
-        and torch.allclose(found.float(), wanted.float(), TOLERANCE, TOLERANCE)
-    )

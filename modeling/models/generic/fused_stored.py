@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from configs.architectures.base import ArchitectureError
 from modeling.adapters.product import ExpertDeltas
-from modeling.models.generic.fused_experts import HALF, is_silu, same
+from modeling.models.generic.comparing import same
+from modeling.models.generic.fused_experts import HALF, is_silu
 from modeling.models.generic.integer_experts import LEAST, IntegerMatrices
 from modeling.models.generic.stored_experts import LinearMatrices, Mxfp4Matrices
 

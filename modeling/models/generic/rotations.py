@@ -16,9 +16,7 @@ from torch import Tensor
 
 from modeling.layers.angles import Angles
 from modeling.layers.attention import rotate_queries
-
-TOLERANCE = 1e-5
-"""On float32 numbers of about one."""
+from modeling.models.generic.comparing import same
 
 Function = Callable[..., Any]
 """(q, k, cos, sin, ...) to both rotated, or (x, cos, sin, ...) to x rotated."""
@@ -85,7 +83,7 @@ def rotation_form(function: Function, *args: Any, **kwargs: Any) -> RotationForm
     for form in _forms(heads[0].shape[-1], cos.shape[-1], heads_at):
         angles = form.angles(cos.float(), sin.float())
         wanted = [form.rotated(x, angles) for x in probes]
-        if len(results) == len(heads) and all(map(_are_equal, results, wanted)):
+        if len(results) == len(heads) and all(map(same, results, wanted)):
             return form
     return None
 
@@ -94,14 +92,6 @@ def split_arguments(args: tuple[Any, ...]) -> tuple[tuple[Tensor, ...], tuple[An
     """The heads that a function is to rotate, q and k or one of them, and the rest."""
     count = 2 if len(args) > 3 and isinstance(args[3], Tensor) else 1
     return args[:count], args[count:]
-
-
-def _are_equal(found: Any, wanted: Tensor) -> bool:
-    return (
-        isinstance(found, Tensor)
-        and found.shape == wanted.shape
-        and torch.allclose(found, wanted, TOLERANCE, TOLERANCE)
-    )
 
 
 def _forms(head_dim: int, width: int, heads_at: int) -> Iterator[RotationForm]:

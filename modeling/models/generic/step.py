@@ -4,6 +4,7 @@ transformers hands no argument of ours down to its layers, at least not in all f
 modules of one model share one `CurrentStep`, which is set around each forward.
 """
 
+import logging
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -29,6 +30,8 @@ from modeling.models.generic.rotations import (
     split_arguments,
 )
 from modeling.models.generic.windows import MARKED, marked_window
+
+logger = logging.getLogger("loray.modeling")
 
 Kept = TypeVar("Kept")
 
@@ -243,7 +246,9 @@ class CurrentStep:
         key = (function, heads[0].shape[-1], cos.shape[-1])
         if key not in self._rotation_forms:
             # A forward of several tokens at the start has calls of every kind.
-            self._rotation_forms[key] = rotation_form(function, *args, **kwargs)
+            found = self._rotation_forms[key] = rotation_form(function, *args, **kwargs)
+            if found is None:
+                logger.info("q and k are rotated by transformers' code: %s", function.__module__)
         form = self._rotation_forms[key]
         if form is None:
             return function(*args, **kwargs)
