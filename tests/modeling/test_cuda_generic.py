@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
+from transformers.models.olmo2.modeling_olmo2 import Olmo2MLP
 
 from configs.engine import AttentionKind, CacheConfig, CudaGraphs, Device
 from configs.model import DType, ModelConfig
@@ -198,6 +199,26 @@ def test_recurrent_layers_that_read_on_the_host_are_launched(
     assert "transformers' Lfm2ShortConv cannot be captured" in caplog.text
     assert tokens(runner) == expected
     assert runner.num_captured == 0
+
+
+def test_layers_that_read_on_the_host_are_launched(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected, _ = run(world, "olmo2", DType.FLOAT32, CudaGraphs.NONE)
+    real = Olmo2MLP.forward
+
+    @wraps(real)
+    def forward(self: Any, x: Tensor) -> Tensor:
+        assert x.sum().item() is not None
+        made: Tensor = real(self, x)
+        return made
+
+    monkeypatch.setattr(Olmo2MLP, "forward", forward)
+    with caplog.at_level(logging.INFO, logger="loray.modeling"):
+        answers, told = run(world, "olmo2", DType.FLOAT32, CudaGraphs.ALL)
+    assert "transformers' Olmo2Model cannot be captured" in caplog.text
+    assert [answer.tokens for answer in answers] == [answer.tokens for answer in expected]
+    agree(answers, told.truths)
 
 
 def agree(answers: Sequence[Answer], truths: Sequence[Truth]) -> None:

@@ -91,16 +91,27 @@ def _linears(causal: PreTrainedModel, plan: CutPlan) -> Iterator[FoundLinear]:
 
 
 def _positions(found: Sequence[FoundLinear]) -> Positions:
-    """Make a projection of each kind of layer; a kind that some layers lack makes several."""
+    """Make a projection of each kind of layer; a kind that some layers lack makes several.
+
+    So does one that is not a part of the same products in all layers: a product's projections are
+    of the same layers.
+    """
     kinds: dict[tuple[str, int, int], list[FoundLinear]] = defaultdict(list)
     for each in found:
         kinds[each.kind].append(each)
+    alone = {
+        each.kind
+        for group in _merged(found)
+        if len({len(kinds[each.kind]) for each in group}) > 1
+        for each in group
+    }
     templates = [template for template, *_ in kinds]
     made = Positions()
-    for (template, *_), members in kinds.items():
+    for kind, members in kinds.items():
+        template = kind[0]
         numbers = [NUMBER.findall(each.path) for each in members]
         in_order = numbers == [[str(layer)] for layer in range(len(members))]
-        if in_order and templates.count(template) == 1:
+        if in_order and templates.count(template) == 1 and kind not in alone:
             _add(made, template, members)
         else:
             for each in members:

@@ -18,7 +18,6 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from configs.architectures.base import ArchitectureError
 from configs.architectures.generic import GenericArchitecture
-from modeling.adapters.experts import has_aligned_sides
 from modeling.adapters.norms import NormModule
 from modeling.adapters.peft.tokens import token_projections
 from modeling.adapters.product import AdapterData
@@ -46,16 +45,13 @@ from modeling.models.generic.step import (
     PositionsAsLength,
     RotationLostError,
 )
-from modeling.models.generic.stored_experts import StoredMatrices
+from modeling.models.generic.waits import can_be_captured, groups_can_be_captured
 from modeling.models.generic.windows import check_windows, marked_masks
 from modeling.models.paged_base import read_score
 from sharding.embedding import ParallelHead, VocabParallelEmbedding
 from sharding.loader import Weights
 
 logger = logging.getLogger("loray.modeling")
-
-ANGLES_ON_HOST = frozenset(("phimoe",))
-"""Types of which transformers computes rotary frequencies on the host in each step."""
 
 PROBE = (1, 2, 3, 4, 5, 6, 7)
 """Tokens of the forward that shows what each layer's attention is."""
@@ -121,10 +117,9 @@ class GenericForCausalLM(nn.Module):
                 setattr(module, "loray_step", self._step)  # noqa: B010 - modules are not ours
         self._recurrent = RecurrentLayers(self.causal, self._step, self._decoder.config)
         self._forms = self._learn_layers()
-        has_form = _groups_can_be_captured(self.causal, self.dtype)
-        is_known = self.causal.config.model_type not in ANGLES_ON_HOST
+        has_form = groups_can_be_captured(self.causal, self.dtype)
         self._shared_tail = self._find_tail()
-        self.capturable = self._recurrent.can_be_captured() and has_form and is_known
+        self.capturable = has_form and self._recurrent.can_be_captured() and self._never_waits()
 
     @classmethod
     def build(cls, config: GenericArchitecture, weights: Weights) -> "GenericForCausalLM":
@@ -274,8 +269,7 @@ class GenericForCausalLM(nn.Module):
         """Compute a few tokens to see what each layer's attention is; all ranks do it together."""
         forms = LayerForms(_chunks(self.causal.config))
         shapes: dict[str, tuple[int, ...]] = {}
-        ids = torch.tensor(PROBE, device=self.device) % self.vocab_size
-        positions = torch.arange(len(PROBE), device=self.device)
+        tokens = self._probe()
         rows = StateRows(slice(0, len(PROBE)), single=False, begins=True, slots=None)
         try:
             with (
@@ -283,7 +277,7 @@ class GenericForCausalLM(nn.Module):
                 input_shapes(self.causal, shapes),
                 marked_masks(self._decoder.config),
             ):
-                self._decode(ids, positions)
+                self._decode(*tokens)
         except RotationLostError as error:
             logger.info("q and k are rotated before they are stored: %s", error)
             norm_heads_alone(self.causal)
@@ -305,6 +299,24 @@ class GenericForCausalLM(nn.Module):
             )
         check_windows(self._decoder.config, layers, self._longest)
         return _numbered(layers)
+
+    def _probe(self) -> tuple[Tensor, Tensor]:
+        """A few tokens and their positions."""
+        ids = torch.tensor(PROBE, device=self.device) % self.vocab_size
+        return ids, torch.arange(len(PROBE), device=self.device)
+
+    @torch.inference_mode()
+    def _never_waits(self) -> bool:
+        """Whether the code of transformers reads on the host nothing that a GPU computes."""
+        if self.device.type != "cuda" or self._recurrent.layers:
+            return True
+        tokens = self._probe()
+
+        def compute() -> None:
+            with self._step.using(LayerForms({}), None, ()):
+                self._decode(*tokens)
+
+        return can_be_captured(type(self._decoder).__name__, compute)
 
 
 @dataclass
@@ -368,16 +380,6 @@ def _unread_layers(architecture: GenericArchitecture) -> tuple[str, ...]:
     first = architecture.num_layers
     numbers = range(first, first + min(count, first)) if isinstance(count, int) else ()
     return tuple(rf"model\.layers\.{number}\..*" for number in numbers)
-
-
-def _groups_can_be_captured(causal: PreTrainedModel, dtype: torch.dtype) -> bool:
-    """Whether no product of groups reads their sizes on the host; only half precision does not."""
-    # Kernels of ours multiply what is stored, and a convolution's weights are no matrices.
-    others = (e for e in causal.modules() if not isinstance(e, StoredMatrices | nn.Conv1d))
-    numbers = (each for module in others for each in module.parameters(recurse=False))
-    stacked = [each for each in numbers if each.is_floating_point() and each.dim() == 3]
-    is_half = dtype is not torch.float32
-    return not stacked or (is_half and all(map(has_aligned_sides, stacked)))
 
 
 def _tail(causal: PreTrainedModel, prefix: str) -> nn.Module:

@@ -10,10 +10,7 @@ are copies that are kept of some positions, from which other sequences go on.
 
 import copy
 import inspect
-import logging
-import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,8 +22,7 @@ from configs.architectures.base import ArchitectureError
 from modeling.models.context import StateRows
 from modeling.models.generic.mixer_functions import MixerForward, SlotStates, mixer_forward
 from modeling.models.generic.step import CurrentStep
-
-logger = logging.getLogger("loray.modeling")
+from modeling.models.generic.waits import can_be_captured
 
 _CACHES = ("cache", "cache_params", "past_key_values")
 """How mixers call their cache: the first since transformers 5.24."""
@@ -80,15 +76,7 @@ class RecurrentLayers:
         Each layer computes one token more behind the probe's: the host must not wait for it.
         """
         decodes, self._decodes = self._decodes, []
-        for name, decode in decodes:
-            decode()  # The first run may load what later ones do not.
-            try:
-                with _no_waits():
-                    decode()
-            except RuntimeError as error:
-                logger.info("transformers' %s cannot be captured: %s", name, error)
-                return False
-        return True
+        return all(can_be_captured(name, decode) for name, decode in decodes)
 
     def allocate(self, batch_slots: int, kept: int) -> None:
         """Take the memory of so many sequences' states, the dummy's, and so many kept ones."""
@@ -201,21 +189,6 @@ def _take(own: Any, state: Tensor | None, number: int = 0, **_options: Any) -> T
     """Replace a cache's `update_recurrent_state`, which copies: `_keep` does."""
     own.recurrent_states[number] = state
     return state
-
-
-@contextmanager
-def _no_waits() -> Iterator[None]:
-    """RuntimeError meanwhile where the host waits for a GPU, as no captured step may."""
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        yield
-        return
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch calls this switch a prototype
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            yield
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 def _cache_argument(module: nn.Module) -> str | None:

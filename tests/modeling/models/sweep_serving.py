@@ -7,20 +7,26 @@ from pathlib import Path
 import torch
 
 from configs.architectures.select import load_architecture, padded_reason
+from configs.engine import AttentionKind, CudaGraphs, Device
+from configs.model import DType, ModelConfig
 from configs.wire.sampling import Sampling
 from modeling.adapters.projection import Projection
 from modeling.runner.load_paged import load_paged
+from modeling.runner.loading import pick_device
 from sharding.group import SingleRank
 from tests.modeling.models.sweep_truth import NUM_TOKENS, VOCAB_SIZE, Prompt, prompts
 from tests.modeling.padded import generate_padded, padded_runner
 from tests.modeling.parity.comparison import (
     BLOCK_SIZE,
+    NUM_BLOCKS,
     Setting,
     answers_by_hand,
     answers_scheduled,
     engine_config,
+    place_all,
+    poison,
 )
-from tests.modeling.stepping import Answer, Asked
+from tests.modeling.stepping import Answer, Asked, generate
 from tests.ranks import run_in_memory
 
 PREEMPTED = {1: 4, 4: 7}
@@ -34,6 +40,13 @@ AGAIN = 80
 
 Served = tuple[str, list[Prompt], list[Answer]]
 """How it was served, what was asked, and the answers."""
+
+
+ROUNDED = "bfloat16"
+"""How ways begin that round more than float32 does."""
+
+ON_CPU = f"{ROUNDED} on a CPU"
+"""What rounding alone does."""
 
 
 class PaddedServer:
@@ -83,11 +96,34 @@ class PagedServer:
             yield from ((way, every + long, each) for each in run_in_memory(ranks, scheduled))
 
 
-def server(model: Path, *, padded: bool) -> PagedServer | PaddedServer:
+class GpuServer(PagedServer):
+    """The paged runner with a GPU's kernels and fusions, launched and captured, in two types."""
+
+    def serve(self, folders: Sequence[Path]) -> Iterator[Served]:
+        """Prompts in chunks beside rows that decode, preempted rows."""
+        every = prompts()
+        asked = _asked(every, folders, CHUNK)
+        for dtype in (DType.FLOAT32, DType.BFLOAT16):
+            changes = {"model": ModelConfig(id=self._config.model.id, dtype=dtype)}
+            if dtype is DType.BFLOAT16:
+                config = self._config.model_copy(update=changes)
+                yield ON_CPU, every, answers_by_hand(config, list(folders), asked, SingleRank())
+            changes |= {"device": Device.CUDA, "attention": AttentionKind.TRITON}
+            for graphs in (CudaGraphs.NONE, CudaGraphs.ALL):
+                config = self._config.model_copy(update={**changes, "cuda_graphs": graphs})
+                runner = load_paged(config, SingleRank(), pick_device(Device.CUDA)).allocate()
+                poison(runner)
+                place_all(runner, folders)
+                found = generate(runner, asked, NUM_BLOCKS, BLOCK_SIZE)
+                runner.check()
+                yield f"{dtype} {'captured' if runner.num_captured else 'launched'}", every, found
+
+
+def server(model: Path, *, padded: bool, gpu: bool = False) -> PagedServer | PaddedServer:
     """Start what serves the model; padded: as if it were quantised, which no paged model can be."""
     if padded or padded_reason(load_architecture(model)) is not None:
         return PaddedServer(model)
-    return PagedServer(model)
+    return GpuServer(model) if gpu else PagedServer(model)
 
 
 def _asked(

@@ -68,7 +68,9 @@ class Oracle:
         return self._loaded[folder]
 
     def _load(self, folder: Path | None) -> Any:
-        loaded = load(self._model, **({"experts_implementation": "eager"} if self._exact else {}))
+        # SDPA of transformers 5.17 does not cap scores (Gemma 2).
+        eager = {"experts_implementation": "eager", "attn_implementation": "eager"}
+        loaded = load(self._model, **(eager if self._exact else {}))
         return loaded if folder is None else _adapted(loaded, folder)
 
 

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,6 +13,8 @@ from configs.architectures.base import ArchitectureError
 from configs.architectures.generic import PAGED_TYPES
 from configs.model import DType, ModelConfig
 from configs.wire.sampling import Sampling
+from modeling.adapters.kernels.groups import group_of
+from modeling.adapters.linear import AdapterColumnLinear
 from modeling.models.generic.cuts import CutPlan, Style
 from modeling.models.generic.model import GenericForCausalLM
 from modeling.runner.load_paged import load_paged
@@ -123,6 +125,18 @@ def test_a_prompt_in_two_chunks(tmp_path: Path, kind: str, dtype: DType) -> None
     error = (full_logprobs(answer)[0] - told).abs()
     assert error.max() <= TOLERANCE[dtype]
     assert error.square().mean().sqrt() <= TOLERANCE[dtype] / 3
+
+
+@pytest.mark.parametrize("kind", ["gemma3n_text", "gemma4_text", "qwen3_moe"])
+def test_projections_of_one_product_have_the_same_layers(tmp_path: Path, kind: str) -> None:
+    """Layers that share another one's keys have queries alone; kernels ask it of a launch."""
+    model = write_tiny(tmp_path / "model", kind)
+    parts = load_paged(engine_config(model), SingleRank(), torch.device("cpu")).parts
+    modules = cast(nn.Module, parts.weights.model).modules()
+    merged = [each for each in modules if isinstance(each, AdapterColumnLinear)]
+    assert merged
+    for each in merged:
+        group_of(parts.bank, each._targets, 0)
 
 
 def test_a_step_that_fails_between_parts_of_a_product_spoils_no_later_one(tmp_path: Path) -> None:

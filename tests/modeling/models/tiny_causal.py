@@ -22,9 +22,9 @@ from tests.checkpoints_padded import randomise, randomise_scales
 ORIGINAL = 16
 """Tokens up to which the short frequencies of longrope hold."""
 
-VARIANTS = ("plain", "longrope", "dynamic")
+VARIANTS = ("plain", "longrope", "dynamic", "wide")
 
-MAX_PARAMETERS = 3_000_000
+MAX_PARAMETERS = 10_000_000
 """Models whose parts do not shrink (towers for images and sound) are left out."""
 
 _WIDE = dict.fromkeys(
@@ -58,6 +58,15 @@ SMALL: dict[str, Any] = {
     "first_k_dense_replace": 1, "rotary_dim": 4, "index_n_heads": 2, "residual_multiplier": 0.5,
 }  # fmt: skip
 """Numbers by the names under which configs have them."""
+
+WIDE: dict[str, int] = {
+    **dict.fromkeys(_WIDE, 256), **dict.fromkeys(_INNER, 512), **dict.fromkeys(_EXPERT, 256),
+    "head_dim": 64, "dim_head": 64, "global_head_dim": 128, "v_head_dim": 64, "rotary_dim": 32,
+    "qk_rope_head_dim": 32, "qk_nope_head_dim": 64, "qk_head_dim": 96, "kv_lora_rank": 128,
+    "q_lora_rank": 256, "shared_intermediate_size": 512, "intermediate_size_mlp": 512,
+    "moe_shared_expert_intermediate_size": 256, "mamba_d_head": 128, "mamba_d_ssm": 512,
+}  # fmt: skip
+"""What numbers become in the variant "wide": some kernels of GPUs take only such."""
 
 ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
@@ -149,8 +158,8 @@ def kinds() -> list[str]:
 def tiny_config(kind: str, variant: str = "plain", **changes: Any) -> PreTrainedConfig:
     """A small config of a kind; whatever its class raises when it cannot be small.
 
-    variant: "longrope" and "dynamic" give it rotary frequencies of that type. changes: of what
-    kinds have.
+    variant: "longrope" and "dynamic" give it rotary frequencies of that type, "wide" has the
+    numbers of WIDE. changes: of what kinds have.
     """
     config_class: Any = CONFIG_MAPPING[kind]
     usual = config_class()
@@ -161,8 +170,11 @@ def tiny_config(kind: str, variant: str = "plain", **changes: Any) -> PreTrained
     named = (getattr(config_class, key, None) for key in ("layer_types", "layers_block_type"))
     if types and not any(isinstance(each, property) for each in named):
         fields["layer_types"] = (list(dict.fromkeys(types)) * 2)[:2]
-    config: PreTrainedConfig = config_class(**{**fields, **ENDS, **OWN.get(kind, {}), **changes})
-    if variant != "plain":
+    fields = {**fields, **ENDS, **OWN.get(kind, {})}
+    if variant == "wide":
+        fields = {name: WIDE.get(name, value) for name, value in fields.items()}
+    config: PreTrainedConfig = config_class(**{**fields, **changes})
+    if variant not in ("plain", "wide"):
         config = _with_rope(config, variant)
     return config
 
@@ -221,6 +233,8 @@ def write_tiny(folder: Path, kind: str, variant: str = "plain") -> Path:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             randomise(name, parameter, generator)
+            if variant == "wide" and parameter.ndim > 1:
+                parameter.mul_((SMALL["hidden_size"] / WIDE["hidden_size"]) ** 0.5)
         randomise_scales(model, generator)
     model.tie_weights()
     model.save_pretrained(folder)

@@ -18,6 +18,7 @@ from configs.model import ModelConfig
 from configs.wire.adapters import AdapterKey, FetchedAdapter
 from configs.wire.sampling import Sampling
 from modeling.runner.load_paged import load_paged
+from modeling.runner.loading import pick_device
 from modeling.runner.paged import ModelRunner
 from sharding.group import TensorParallel
 from tests.checkpoints import (
@@ -552,7 +553,7 @@ def _opened(setting: Setting) -> dict[str, Any]:
 def answers_by_hand(
     config: EngineConfig, adapters: list[Path], requests: list[Asked], group: TensorParallel
 ) -> list[Answer]:
-    runner = load_paged(config, group, torch.device("cpu")).allocate()
+    runner = load_paged(config, group, pick_device(config.device)).allocate()
     poison(runner)
     place_all(runner, adapters, group)
     answers = generate(runner, requests, NUM_BLOCKS, BLOCK_SIZE)

@@ -21,7 +21,7 @@ from configs.engine import CacheConfig
 from configs.wire.plan import RequestJoin, StepRow
 from configs.wire.sampling import Sampling
 from modeling.batch import ForwardBatch, StepOutput
-from modeling.models.generic import mixer_functions, recurrent
+from modeling.models.generic import mixer_functions, recurrent, waits
 from modeling.runner.load_paged import load_paged
 from modeling.runner.paged import ModelRunner
 from sharding.group import SingleRank, TensorParallel
@@ -270,11 +270,11 @@ def test_layers_that_wait_for_the_device_are_launched(
     world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     @contextmanager
-    def waits() -> Iterator[None]:
+    def waiting() -> Iterator[None]:
         yield
         raise RuntimeError("called a synchronizing CUDA operation")
 
-    monkeypatch.setattr(recurrent, "_no_waits", waits)
+    monkeypatch.setattr(waits, "no_waits", waiting)
     with caplog.at_level(logging.INFO, logger="loray.modeling"):
         runner = loaded(world, "qwen3_5_text")
     assert not runner._forward.model.capturable
