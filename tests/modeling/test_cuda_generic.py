@@ -205,7 +205,7 @@ def test_layers_that_read_on_the_host_are_launched(
     world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected, _ = run(world, "olmo2", DType.FLOAT32, CudaGraphs.NONE)
-    real = Olmo2MLP.forward
+    real: Any = Olmo2MLP.forward
 
     @wraps(real)
     def forward(self: Any, x: Tensor) -> Tensor:

@@ -50,7 +50,10 @@ TOLERANCE = 2e-3
 """On logprobs in float32, against sums taken in another order."""
 
 ROUNDING = 0.1
-"""On half of all rows of logprobs in bfloat16, root mean square, beyond twice what a CPU's have."""
+"""In bfloat16 on half of the rows of logprobs, root mean square, beyond twice what a CPU's have.
+
+One request may be farther off.
+"""
 
 
 @dataclass(frozen=True)
@@ -134,8 +137,9 @@ def _errors(
     for way, asked, answers in served.serve(folders):
         told = [oracle.told(named.get(name), prompt) for name, prompt in asked]
         pairs = zip(answers, told, strict=True)
-        errors = _median if way.startswith(ROUNDED) else _error
-        worst = max(errors(answer, truth) for answer, truth in pairs)
+        # Rounding may choose another expert for a prompt's token, which moves all behind it.
+        which, errors = (-2, _median) if way.startswith(ROUNDED) else (-1, _error)
+        worst = sorted(errors(answer, truth) for answer, truth in pairs)[which]
         found[way] = max(worst, found.get(way, 0.0))
     return found
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -104,7 +105,7 @@ class GpuServer(PagedServer):
         every = prompts()
         asked = _asked(every, folders, CHUNK)
         for dtype in (DType.FLOAT32, DType.BFLOAT16):
-            changes = {"model": ModelConfig(id=self._config.model.id, dtype=dtype)}
+            changes: dict[str, Any] = {"model": ModelConfig(id=self._config.model.id, dtype=dtype)}
             if dtype is DType.BFLOAT16:
                 config = self._config.model_copy(update=changes)
                 yield ON_CPU, every, answers_by_hand(config, list(folders), asked, SingleRank())

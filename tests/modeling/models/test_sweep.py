@@ -79,3 +79,14 @@ def test_the_sweep_sees_a_paged_layer_that_forgets_its_window(
     said: list[str] = []
     assert main(["gemma2"], said.append) == 1
     assert said[0].startswith("wrong     paged")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", ["plain", "wide"])
+@pytest.mark.parametrize("kind", ["gemma3n_text", "glm4", "qwen3_moe"])
+def test_what_is_paged_is_judged_so_on_a_gpu(tmp_path: Path, kind: str, variant: str) -> None:
+    """`--gpu` sweeps all kinds; the first one's layers share keys and cut off their gates."""
+    outcome = sweep(tmp_path, kind, variant, gpu=True)
+    assert (outcome.word, outcome.served) == ("exact", "paged"), outcome.why
+    assert "bfloat16 launched" in outcome.why
+    assert "bfloat16 captured" in outcome.why or (kind, variant) == ("qwen3_moe", "plain")
