@@ -91,8 +91,6 @@ def fuse(causal: nn.Module, step: CurrentStep, dtype: torch.dtype) -> None:
         if fused is not None:
             causal.set_submodule(path, fused)
             done[type(fused).__name__] += 1
-        elif _keep_cutoff(module, dtype):
-            done["cutoff computed once"] += 1
         elif _defer_rotation(module, step):
             done["rotation with the cache's store"] += 1
     done["norm of heads with their rotation"] = _defer_norms(causal, step)
@@ -183,29 +181,6 @@ def _computes_gated(module: nn.Module, activation: Activation) -> bool:
         return False
     act = ACTIVATIONS[activation]
     return same(found, F.linear(act(F.linear(x, gate)) * F.linear(x, up), down))
-
-
-def _keep_cutoff(module: Any, dtype: torch.dtype) -> bool:
-    """Compute once how many deviations above its mean a gate is cut off (Gemma 3n).
-
-    transformers copies the number to the device in each step, which no captured step can.
-    """
-    own, share = getattr(module, "_gaussian_topk", None), getattr(module, "activation_sparsity", 0)
-    if own is None or not share:
-        return False
-    normal: Any = torch.distributions.normal.Normal(0, 1)
-    deviations = normal.icdf(torch.tensor(share))
-    number = float(deviations.to(dtype))
-
-    def cut(gate: Tensor) -> Tensor:
-        mean = gate.mean(-1, keepdim=True)
-        return F.relu(gate - (mean + gate.std(-1, keepdim=True, unbiased=False) * number))
-
-    probe = torch.randn(3, _WIDTH, generator=torch.Generator().manual_seed(0)).to(dtype)
-    if not same(own(probe), cut(probe)):
-        return False
-    module._gaussian_topk = cut
-    return True
 
 
 def _defer_rotation(module: nn.Module, step: CurrentStep) -> bool:

@@ -8,6 +8,7 @@ weights are cut while they are read.
 import copy
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -32,8 +33,13 @@ from modeling.models.generic.experts import RoutedLayers
 from modeling.models.generic.found_norms import find_norms, input_shapes
 from modeling.models.generic.fusions import fuse, norm_heads_alone
 from modeling.models.generic.linears import replace_linears
-from modeling.models.generic.modules import GenericEmbedding, GenericHead, embedding_scale
-from modeling.models.generic.names import SourceNames
+from modeling.models.generic.modules import (
+    GenericEmbedding,
+    GenericHead,
+    embedding_scale,
+    keep_inside,
+)
+from modeling.models.generic.names import SourceNames, unread
 from modeling.models.generic.reading import read_rest
 from modeling.models.generic.recurrent import RecurrentLayers
 from modeling.models.generic.shared_tail import TYPES, SharedTail, first_shared
@@ -45,7 +51,7 @@ from modeling.models.generic.step import (
     PositionsAsLength,
     RotationLostError,
 )
-from modeling.models.generic.waits import can_be_captured, groups_can_be_captured
+from modeling.models.generic.waits import HostNumbers, groups_can_be_captured, wait_in
 from modeling.models.generic.windows import check_windows, marked_masks
 from modeling.models.paged_base import read_score
 from sharding.embedding import ParallelHead, VocabParallelEmbedding
@@ -72,8 +78,9 @@ class GenericForCausalLM(nn.Module):
         self.vocab_size = architecture.vocab_size
         self.num_layers = architecture.num_layers
         self._step = CurrentStep()
+        self._numbers: HostNumbers | None = None
         self.causal = build(architecture, weights.dtype)
-        self.unread = (*self.unread, *_unread(self.causal), *_unread_layers(architecture))
+        self.unread = (*self.unread, *unread(self.causal, architecture))
         # Llama 4 scales queries by positions that it counts itself.
         self._counts_positions = bool(getattr(self.causal.config, "attn_temperature_tuning", False))
         padded = architecture.padded_tokens
@@ -109,6 +116,10 @@ class GenericForCausalLM(nn.Module):
         self.causal.requires_grad_(False).train(False)
         fuse(self.causal, self._step, self.dtype)
         self._decoder = cast(nn.Module, getattr(self.causal, prefix))
+        if isinstance(
+            table := getattr(self._decoder, "embed_tokens_per_layer", None), nn.Embedding
+        ):
+            keep_inside(table, self.vocab_size)
         self._cache_name = cache_name(self._decoder.forward)
         # Not among the submodules: its parameters would be found twice.
         self._tail = (_tail(self.causal, prefix),)
@@ -252,7 +263,9 @@ class GenericForCausalLM(nn.Module):
         if self._counts_positions:
             options["attention_mask"] = MASKS
             options[self._cache_name] = PositionsAsLength(position_ids)
-        out = self._decoder(input_ids=input_ids[None], position_ids=position_ids[None], **options)
+        given = {"input_ids": input_ids[None], "position_ids": position_ids[None]}
+        with self._numbers or nullcontext():
+            out = self._decoder(**given, **options)
         hidden: Tensor = out.last_hidden_state[0]
         return hidden
 
@@ -307,7 +320,7 @@ class GenericForCausalLM(nn.Module):
 
     @torch.inference_mode()
     def _never_waits(self) -> bool:
-        """Whether the code of transformers reads on the host nothing that a GPU computes."""
+        """Whether the host waits for the GPU nowhere; see HostNumbers for numbers it copies."""
         if self.device.type != "cuda" or self._recurrent.layers:
             return True
         tokens = self._probe()
@@ -316,7 +329,14 @@ class GenericForCausalLM(nn.Module):
             with self._step.using(LayerForms({}), None, ()):
                 self._decode(*tokens)
 
-        return can_be_captured(type(self._decoder).__name__, compute)
+        if wait_in(compute) is None:
+            return True
+        self._numbers = HostNumbers(self.device)
+        if (error := wait_in(compute)) is not None:
+            name = type(self._decoder).__name__
+            logger.info("transformers' %s cannot be captured: %s", name, error)
+            self._numbers = None
+        return error is None
 
 
 @dataclass
@@ -361,25 +381,6 @@ def _numbered(layers: Mapping[int, AttentionLayer]) -> dict[int, tuple[int, Atte
         source = None if form.source is None else index[form.source]
         found[layer] = (index[layer], replace(form, source=source))
     return found
-
-
-def _unread(causal: PreTrainedModel) -> tuple[str, ...]:
-    """Tensors that transformers leaves unread in any module, as expressions of whole names."""
-    found: list[str] = []
-    for module in causal.modules():
-        found += getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()
-    return tuple(f".*(?:{pattern}).*" for pattern in dict.fromkeys(found))
-
-
-def _unread_layers(architecture: GenericArchitecture) -> tuple[str, ...]:
-    """Return expressions for layers behind the last one, which predict further tokens (MTP).
-
-    transformers lists them by the numbers that the first models of a type have.
-    """
-    count = architecture.settings.get("num_nextn_predict_layers")
-    first = architecture.num_layers
-    numbers = range(first, first + min(count, first)) if isinstance(count, int) else ()
-    return tuple(rf"model\.layers\.{number}\..*" for number in numbers)
 
 
 def _tail(causal: PreTrainedModel, prefix: str) -> nn.Module:

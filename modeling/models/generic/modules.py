@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from modeling.adapters.linear import AdapterColumnLinear, AdapterRowLinear
@@ -141,3 +142,14 @@ def embedding_scale(module: nn.Embedding) -> Tensor | None:
     if not isinstance(scale, Tensor):
         raise ValueError(f"{type(module).__name__} is an embedding of a kind that is not known")
     return scale.to(module.weight.dtype)
+
+
+def keep_inside(table: nn.Embedding | None, vocab_size: int) -> None:
+    """Let tokens that a table lacks read its first row, as newer transformers do.
+
+    By 5.17's code an image's token in a prompt ends the process on a GPU (Gemma 3n).
+    """
+    if table is not None and table.num_embeddings < vocab_size:
+        table.register_forward_pre_hook(
+            lambda _, args: (torch.where(args[0] < table.num_embeddings, args[0], 0), *args[1:])
+        )

@@ -20,6 +20,7 @@ from transformers.core_model_loading import (
 )
 
 from configs.architectures.base import ArchitectureError
+from configs.architectures.generic import GenericArchitecture
 from modeling.models.generic.stacked_experts import StackedExperts
 from modeling.quantisation.formats import MARKS
 from modeling.quantisation.stored_integers import CODES
@@ -124,3 +125,16 @@ def _check(converter: Any) -> None:
                 f"tensors {', '.join(converter.source_patterns)} are stored in a way that is not "
                 "served paged: save the model anew with transformers 5"
             )
+
+
+def unread(causal: PreTrainedModel, architecture: GenericArchitecture) -> tuple[str, ...]:
+    """Tensors that transformers leaves unread in any module, as expressions of whole names."""
+    found: list[str] = []
+    for module in causal.modules():
+        found += getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()
+    patterns = (f".*(?:{pattern}).*" for pattern in dict.fromkeys(found))
+    # Layers behind the last one, which predict further tokens (MTP): transformers lists them by
+    # the numbers that the first models of a type have.
+    count, first = architecture.settings.get("num_nextn_predict_layers"), architecture.num_layers
+    numbers = range(first, first + min(count, first)) if isinstance(count, int) else ()
+    return (*patterns, *(rf"model\.layers\.{number}\..*" for number in numbers))

@@ -10,6 +10,7 @@ are copies that are kept of some positions, from which other sequences go on.
 
 import copy
 import inspect
+import logging
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,7 +23,9 @@ from configs.architectures.base import ArchitectureError
 from modeling.models.context import StateRows
 from modeling.models.generic.mixer_functions import MixerForward, SlotStates, mixer_forward
 from modeling.models.generic.step import CurrentStep
-from modeling.models.generic.waits import can_be_captured
+from modeling.models.generic.waits import wait_in
+
+logger = logging.getLogger("loray.modeling")
 
 _CACHES = ("cache", "cache_params", "past_key_values")
 """How mixers call their cache: the first since transformers 5.24."""
@@ -76,7 +79,11 @@ class RecurrentLayers:
         Each layer computes one token more behind the probe's: the host must not wait for it.
         """
         decodes, self._decodes = self._decodes, []
-        return all(can_be_captured(name, decode) for name, decode in decodes)
+        for name, decode in decodes:
+            if (error := wait_in(decode)) is not None:
+                logger.info("transformers' %s cannot be captured: %s", name, error)
+                return False
+        return True
 
     def allocate(self, batch_slots: int, kept: int) -> None:
         """Take the memory of so many sequences' states, the dummy's, and so many kept ones."""

@@ -1,30 +1,64 @@
-"""Finds out whether the host waits for a GPU, which no captured step may."""
+"""Where the host waits for a GPU, which no captured step may, and how it need not."""
 
-import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from modeling.adapters.experts import has_aligned_sides
 from modeling.models.generic.stored_experts import StoredMatrices
 
-logger = logging.getLogger("loray.modeling")
 
-
-def can_be_captured(name: str, compute: Callable[[], object]) -> bool:
-    """Whether `compute` waits for no GPU; the log says what of transformers' `name` does."""
+def wait_in(compute: Callable[[], object]) -> RuntimeError | None:
+    """Say where `compute` waits for a GPU; None where it does nowhere."""
     compute()  # The first run may load what later ones do not.
     try:
         with no_waits():
             compute()
     except RuntimeError as error:
-        logger.info("transformers' %s cannot be captured: %s", name, error)
-        return False
-    return True
+        return error
+    return None
+
+
+class HostNumbers(TorchFunctionMode):
+    """Copies each number once that a model's code brings to the device in every step."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device.type
+        self._kept: dict[tuple[object, ...], Tensor] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Call `func`, or return a copy of what it returned before."""
+        given = kwargs or {}
+        if (number := _number(func, args, given)) is None:
+            return func(*args, **given)
+        key = (func, number, str(args[1:]), str(given))
+        if key not in self._kept:
+            made = func(*args, **given)
+            if made.device.type != self._device:
+                return made
+            self._kept[key] = made
+        # Its own, as the code may change it.
+        return self._kept[key].clone()
+
+
+def _number(func: Any, args: tuple[Any, ...], given: dict[str, Any]) -> object:
+    """The number that a call may bring to a device; None for other calls."""
+    if func is torch.tensor and isinstance(args[0], int | float):
+        return type(args[0]), args[0]
+    if func is not torch.Tensor.to or args[0].dim() or args[0].device.type != "cpu":
+        return None
+    if any(isinstance(each, Tensor) for each in (*args[1:], *given.values())):
+        return None
+    return args[0].dtype, args[0].item()
 
 
 def groups_can_be_captured(causal: PreTrainedModel, dtype: torch.dtype) -> bool:

@@ -17,6 +17,8 @@ from modeling.adapters.kernels.groups import group_of
 from modeling.adapters.linear import AdapterColumnLinear
 from modeling.models.generic.cuts import CutPlan, Style
 from modeling.models.generic.model import GenericForCausalLM
+from modeling.models.generic.modules import keep_inside
+from modeling.models.generic.waits import HostNumbers
 from modeling.runner.load_paged import load_paged
 from sharding.checkpoint import CheckpointError
 from sharding.group import SingleRank
@@ -137,6 +139,34 @@ def test_projections_of_one_product_have_the_same_layers(tmp_path: Path, kind: s
     assert merged
     for each in merged:
         group_of(parts.bank, each._targets, 0)
+
+
+def test_numbers_that_a_step_brings_to_a_device_are_copied_once() -> None:
+    device = torch.device("meta")
+    numbers = HostNumbers(device)
+    for _ in range(2):
+        with numbers:
+            made = [
+                torch.tensor(0.95, dtype=torch.float32, device=device),
+                torch.tensor(1, device=device),
+                torch.tensor(1e-5).to(device),
+                torch.tensor(1e-5).to(device, torch.bfloat16),
+            ]
+            assert torch.tensor(0.95).item() == pytest.approx(0.95)
+            assert torch.ones(2).to(torch.float64).sum() == 2
+            assert torch.tensor(2).to(torch.float32) == 2
+        assert [each.device.type for each in made] == ["meta"] * 4
+        types = [torch.float32, torch.int64, torch.float32, torch.bfloat16]
+        assert [each.dtype for each in made] == types
+        assert len(numbers._kept) == 4
+    assert made[0] is not next(iter(numbers._kept.values()))
+
+
+def test_tokens_that_a_table_lacks_read_its_first_row() -> None:
+    table = nn.Embedding(4, 2)
+    keep_inside(table, 6)
+    found = table(torch.tensor([3, 4, 5, 0]))
+    assert torch.equal(found, table.weight[[3, 0, 0, 0]])
 
 
 def test_a_step_that_fails_between_parts_of_a_product_spoils_no_later_one(tmp_path: Path) -> None:
