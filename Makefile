@@ -68,7 +68,7 @@ sweep: $(READY)
 families: $(READY)
 	LORAY_TEST_SYSTEMS=families $(BIN)/python -m pytest tests/end_to_end/test_five_systems.py
 
-# BENCH=table (all of docs/performance.md's figures) or one of serving|offline|kernels|all_reduce|scheduler|ingress|cpu|
+# BENCH=table (see docs/performance/measure.md) or one of serving|offline|kernels|all_reduce|scheduler|ingress|cpu|
 # workload|loading|staging|churn|fairness|structured|local|recovery; ARGS=...: see --help.
 BENCH ?= serving
 bench: $(READY)

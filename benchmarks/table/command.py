@@ -154,7 +154,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--stored", choices=STORED, help="let random weights be quantised so")
     made.add_argument("--port", type=int, default=8000)
     made.add_argument("--set", action="append", metavar="KEY=VALUE", help="of our server's args")
-    made.add_argument("--peer", help=f"{', '.join(PEERS)}, or a command; see docs/performance.md")
+    peers = f"{', '.join(PEERS)}, or a command; see docs/performance/measure.md"
+    made.add_argument("--peer", help=peers)
     made.add_argument("--peer-base", help="its command for base rows, if that is another")
     made.add_argument("--peer-env", help="NAME=VALUE ... for a peer that is known by name")
     return made
