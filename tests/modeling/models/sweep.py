@@ -7,8 +7,8 @@
 The base model and two adapters on all linear maps share batches of unequal rows, some preempted;
 paged classes also cut prompts into chunks, meet the prefix cache, and run on two ranks. The truth
 is `generate` of one request at a time. An outcome is exact, refused with its sentence, or wrong;
-the command fails when anything is wrong. --page writes docs/models.md. --gpu serves paged classes
-on one GPU, launched and captured, in float32 and in bfloat16, which must come near.
+the command fails when anything is wrong. --page writes docs/models.md. --gpu serves on one GPU,
+paged classes launched and captured, in float32 and in bfloat16, which must come near.
 """
 
 import argparse
@@ -60,7 +60,7 @@ One request may be farther off.
 class Outcome:
     """How a kind fared, and what to say of it.
 
-    word: "exact", "refused", "wrong", "no truth", "not built" or "not swept".
+    word: "exact", "refused", "wrong", "no truth" or "not built".
     served: "paged" or "padded"; "" where nothing is. targets: what adapters may change.
     """
 
@@ -75,8 +75,8 @@ def sweep(
 ) -> Outcome:
     """Judge one kind; writes its model and adapters below `root`.
 
-    padded: whether to judge the padded runner for classes that are paged too. gpu: whether to judge
-    paged classes on a GPU.
+    padded: whether to judge the padded runner for classes that are paged too. gpu: whether to serve
+    on one.
     """
     try:
         model = write_tiny(root / "model", kind, variant)
@@ -92,8 +92,6 @@ def sweep(
         return Outcome("refused", _short(error))
     except Exception as error:
         return Outcome("wrong", f"the start ends: {_short(error)}")
-    if gpu and isinstance(served, PaddedServer):
-        return Outcome("not swept", "it is padded", "padded")
     return _judge(root, model, served)
 
 
@@ -181,11 +179,9 @@ def main(arguments: Sequence[str], say: Callable[[str], None] = print) -> int:
     parser.add_argument("kinds", nargs="*", metavar="KIND")
     parser.add_argument("--variant", choices=VARIANTS, default="plain")
     parser.add_argument("--padded", action="store_true", help="padded, where it is paged too")
-    parser.add_argument("--gpu", action="store_true", help="paged classes alone, on a GPU")
+    parser.add_argument("--gpu", action="store_true", help="on one GPU instead of CPU ranks")
     parser.add_argument("--page", action="store_true", help=f"write {PAGE}, of all kinds")
     options = parser.parse_args(arguments)
-    if options.gpu and options.padded:
-        parser.error("--gpu: padded classes are not swept there")
     if options.page and (
         options.kinds or options.padded or options.gpu or options.variant != "plain"
     ):

@@ -56,16 +56,17 @@ class PaddedServer:
     exact = False
     """Whether it is compared with float64: transformers' float32 rounds alike."""
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, *, gpu: bool) -> None:
         """ArchitectureError and others say why it is refused."""
         self._model = model
-        runner = padded_runner(model)
+        self._device = pick_device(Device.CUDA if gpu else Device.CPU)
+        runner = padded_runner(model, device=self._device)
         self.projections: tuple[Projection, ...] = runner._bank.projections
         self._prompts = prompts(runner._size.max_total_tokens - NUM_TOKENS)
 
     def serve(self, folders: Sequence[Path]) -> Iterator[Served]:
         """All in one batch; every other one joins while the others decode."""
-        runner = padded_runner(self._model, folders)
+        runner = padded_runner(self._model, folders, device=self._device)
         yield "padded", self._prompts, generate_padded(runner, _asked(self._prompts, folders))
 
 
@@ -123,7 +124,7 @@ class GpuServer(PagedServer):
 def server(model: Path, *, padded: bool, gpu: bool = False) -> PagedServer | PaddedServer:
     """Start what serves the model; padded: as if it were quantised, which no paged model can be."""
     if padded or padded_reason(load_architecture(model)) is not None:
-        return PaddedServer(model)
+        return PaddedServer(model, gpu=gpu)
     return GpuServer(model) if gpu else PagedServer(model)
 
 
