@@ -36,7 +36,9 @@ class ByFile(LoadScopeScheduling):  # type: ignore[misc]
         return crashed
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> ByFile:
-    """Share out by scope, in the order of collection."""
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> ByFile | None:
+    """Share out by scope, in the order of collection; `--dist worksteal` test by test."""
+    if config.option.dist == "worksteal":
+        return None
     config.option.loadscopereorder = False
     return ByFile(config, log)

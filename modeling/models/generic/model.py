@@ -116,10 +116,7 @@ class GenericForCausalLM(nn.Module):
         self.causal.requires_grad_(False).train(False)
         fuse(self.causal, self._step, self.dtype)
         self._decoder = cast(nn.Module, getattr(self.causal, prefix))
-        if isinstance(
-            table := getattr(self._decoder, "embed_tokens_per_layer", None), nn.Embedding
-        ):
-            keep_inside(table, self.vocab_size)
+        keep_inside(getattr(self._decoder, "embed_tokens_per_layer", None), self.vocab_size)
         self._cache_name = cache_name(self._decoder.forward)
         # Not among the submodules: its parameters would be found twice.
         self._tail = (_tail(self.causal, prefix),)

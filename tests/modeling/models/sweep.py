@@ -182,9 +182,8 @@ def main(arguments: Sequence[str], say: Callable[[str], None] = print) -> int:
     parser.add_argument("--gpu", action="store_true", help="on one GPU instead of CPU ranks")
     parser.add_argument("--page", action="store_true", help=f"write {PAGE}, of all kinds")
     options = parser.parse_args(arguments)
-    if options.page and (
-        options.kinds or options.padded or options.gpu or options.variant != "plain"
-    ):
+    is_part = options.kinds or options.padded or options.gpu or options.variant != "plain"
+    if options.page and is_part:
         parser.error("--page: the page is about all kinds as they are served")
     rows = []
     for kind in options.kinds or kinds():
