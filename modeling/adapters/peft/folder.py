@@ -257,8 +257,22 @@ def _names_end(key: str) -> bool:
     return not ENDS.isdisjoint(key.split("."))
 
 
+def _inside_end(key: str) -> str:
+    """The name of a layer that LoRA factors in `key` adapt inside of an end; "" for other keys."""
+    path, found, _ = key.partition(FACTOR)
+    names = path.split(".")
+    is_inside = bool(found) and names[-1] not in ENDS and not ENDS.isdisjoint(names)
+    return names[-1] if is_inside else ""
+
+
 def _refuse_tensor(key: str, adapter: PeftAdapter) -> NoReturn:
     known = adapter.modules
+    if inner := _inside_end(key):
+        refuse(
+            f"tensor {key} adapts a layer between decoder and head, which takes no adapters here: "
+            f"leave {inner} out of target_modules and retrain, or merge the adapter into the base "
+            "model"
+        )
     if _names_end(key):
         has_ends = any(p.kind in WHOLE_KINDS for p in adapter.projections)
         can_adapt = all(p.can_adapt_ends for p in adapter.projections)

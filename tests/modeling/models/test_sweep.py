@@ -5,10 +5,13 @@ from typing import Any
 
 import pytest
 
+from configs.wire.adapters import AdapterError
 from modeling.models.base import AttentionLayer
 from modeling.models.generic import model, step
 from modeling.models.padded.sharing import Sharing
 from tests.modeling.models.sweep import main, sweep
+from tests.modeling.models.sweep_serving import server
+from tests.modeling.models.sweep_truth import write_random_adapter
 
 
 @pytest.mark.parametrize(
@@ -44,6 +47,10 @@ def test_a_layer_behind_the_decoder_takes_no_adapters(tmp_path: Path) -> None:
     outcome = sweep(tmp_path, "modernbert-decoder")
     assert (outcome.word, outcome.served) == ("exact", "paged"), outcome.why
     assert "dense" not in outcome.targets
+    model = tmp_path / "model"
+    folder = write_random_adapter(tmp_path / "head", model, ["lm_head.dense"], 0)
+    with pytest.raises(AdapterError, match=r"layer between decoder and head.* leave dense out of"):
+        next(server(model, padded=False).serve([folder]))
 
 
 @pytest.mark.parametrize(
