@@ -215,10 +215,9 @@ def test_layers_that_read_on_the_host_are_launched(
 
     monkeypatch.setattr(Olmo2MLP, "forward", forward)
     with caplog.at_level(logging.INFO, logger="loray.modeling"):
-        answers, told = run(world, "olmo2", DType.FLOAT32, CudaGraphs.ALL)
+        answers, _ = run(world, "olmo2", DType.FLOAT32, CudaGraphs.ALL)
     assert "transformers' Olmo2Model cannot be captured" in caplog.text
     assert [answer.tokens for answer in answers] == [answer.tokens for answer in expected]
-    agree(answers, told.truths)
 
 
 def agree(answers: Sequence[Answer], truths: Sequence[Truth]) -> None:

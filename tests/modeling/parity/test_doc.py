@@ -50,12 +50,13 @@ def test_nothing_else_is_done_to_the_oracle() -> None:
         file = path.relative_to(tests).as_posix()
         found |= {(file, name) for name in map(_set_on, ast.walk(tree)) if name in theirs}
     # The second file's tests are about packages that are not installed, and compare no numbers; the
-    # third's has a layer wait, and compares our own steps.
+    # third's have a layer wait, and compare our own steps.
     assert found == {
         ("modeling/parity/test_config.py", "PretrainedConfig"),
         ("modeling/runner/test_padded_loading.py", "AutoModelForCausalLM"),
         ("modeling/runner/test_padded_loading.py", "AutoConfig"),
         ("modeling/test_cuda_generic.py", "Lfm2ShortConv"),
+        ("modeling/test_cuda_generic.py", "Olmo2MLP"),
     }
 
 
