@@ -3,7 +3,9 @@
 Host memory is pinned, and is written again only when the device is past the copy that reads it.
 """
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Protocol
@@ -177,3 +179,18 @@ class HostCopy:
         if self._event is not None:
             self._event.synchronize()
         return self._host
+
+
+@contextmanager
+def no_waits() -> Iterator[None]:
+    """RuntimeError meanwhile where the host waits for a GPU."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls this switch a prototype
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")

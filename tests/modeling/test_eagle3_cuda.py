@@ -16,10 +16,10 @@ from configs.wire.sampling import Sampling
 from modeling.batch import ForwardBatch
 from modeling.runner import eagle3_graphs, loading
 from modeling.runner.paged import ModelRunner
+from modeling.transfer import no_waits
 from scheduler import speculation
 from sharding.group import TensorParallel
 from tests.checkpoints import AdapterRecipe, write_adapter, write_llama
-from tests.modeling.no_waits import no_synchronisation
 from tests.modeling.parity.comparison import engine_config
 from tests.modeling.parity.test_eagle3 import MOST, NUM_DRAFTS, Trained
 from tests.modeling.runner.test_graphs_cuda import WIDE
@@ -102,7 +102,7 @@ def guess_without_waiting(runner: ModelRunner, sampling: Sampling) -> None:
         return [output.wait().guesses for output in flying]
 
     first = told()
-    with no_synchronisation():
+    with no_waits():
         second = told()
     assert first == second
     for guesses in first:

@@ -258,7 +258,7 @@ def _names_end(key: str) -> bool:
 
 
 def _inside_end(key: str) -> str:
-    """The name of a layer that LoRA factors in `key` adapt inside of an end; "" for other keys."""
+    """The layer inside an embedding or head that factors in `key` adapt; "" for other keys."""
     path, found, _ = key.partition(FACTOR)
     names = path.split(".")
     is_inside = bool(found) and names[-1] not in ENDS and not ENDS.isdisjoint(names)

@@ -93,13 +93,13 @@ def _linears(causal: PreTrainedModel, plan: CutPlan) -> Iterator[FoundLinear]:
 def _positions(found: Sequence[FoundLinear]) -> Positions:
     """Make a projection of each kind of layer; a kind that some layers lack makes several.
 
-    So does one that is not a part of the same products in all layers: a product's projections are
-    of the same layers.
+    The projections of one product must have the same layers. Where some layers have a q alone
+    (Gemma 3n), each q, k and v is a projection of its own.
     """
     kinds: dict[tuple[str, int, int], list[FoundLinear]] = defaultdict(list)
     for each in found:
         kinds[each.kind].append(each)
-    alone = {
+    uneven = {
         each.kind
         for group in _merged(found)
         if len({len(kinds[each.kind]) for each in group}) > 1
@@ -111,7 +111,7 @@ def _positions(found: Sequence[FoundLinear]) -> Positions:
         template = kind[0]
         numbers = [NUMBER.findall(each.path) for each in members]
         in_order = numbers == [[str(layer)] for layer in range(len(members))]
-        if in_order and templates.count(template) == 1 and kind not in alone:
+        if in_order and templates.count(template) == 1 and kind not in uneven:
             _add(made, template, members)
         else:
             for each in members:

@@ -51,7 +51,7 @@ from modeling.models.generic.step import (
     PositionsAsLength,
     RotationLostError,
 )
-from modeling.models.generic.waits import HostNumbers, groups_can_be_captured, wait_in
+from modeling.models.generic.waits import HostNumbers, groups_can_be_captured, host_waits
 from modeling.models.generic.windows import check_windows, marked_masks
 from modeling.models.paged_base import read_score
 from sharding.embedding import ParallelHead, VocabParallelEmbedding
@@ -317,7 +317,7 @@ class GenericForCausalLM(nn.Module):
 
     @torch.inference_mode()
     def _never_waits(self) -> bool:
-        """Whether the host waits for the GPU nowhere; see HostNumbers for numbers it copies."""
+        """Whether the host waits for the GPU nowhere, with HostNumbers or without."""
         if self.device.type != "cuda" or self._recurrent.layers:
             return True
         tokens = self._probe()
@@ -326,14 +326,15 @@ class GenericForCausalLM(nn.Module):
             with self._step.using(LayerForms({}), None, ()):
                 self._decode(*tokens)
 
-        if wait_in(compute) is None:
+        if not host_waits(compute):
             return True
         self._numbers = HostNumbers(self.device)
-        if (error := wait_in(compute)) is not None:
-            name = type(self._decoder).__name__
-            logger.info("transformers' %s cannot be captured: %s", name, error)
-            self._numbers = None
-        return error is None
+        if not host_waits(compute):
+            return True
+        self._numbers = None
+        name = type(self._decoder).__name__
+        logger.info("transformers' %s cannot be captured: the host waits in it", name)
+        return False
 
 
 @dataclass

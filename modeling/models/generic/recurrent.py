@@ -23,7 +23,7 @@ from configs.architectures.base import ArchitectureError
 from modeling.models.context import StateRows
 from modeling.models.generic.mixer_functions import MixerForward, SlotStates, mixer_forward
 from modeling.models.generic.step import CurrentStep
-from modeling.models.generic.waits import wait_in
+from modeling.models.generic.waits import host_waits
 
 logger = logging.getLogger("loray.modeling")
 
@@ -80,8 +80,8 @@ class RecurrentLayers:
         """
         decodes, self._decodes = self._decodes, []
         for name, decode in decodes:
-            if (error := wait_in(decode)) is not None:
-                logger.info("transformers' %s cannot be captured: %s", name, error)
+            if host_waits(decode):
+                logger.info("transformers' %s cannot be captured: the host waits in it", name)
                 return False
         return True
 

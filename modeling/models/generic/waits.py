@@ -1,8 +1,6 @@
 """Where the host waits for a GPU, which no captured step may, and how it need not."""
 
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,21 +10,27 @@ from transformers import PreTrainedModel
 
 from modeling.adapters.experts import has_aligned_sides
 from modeling.models.generic.stored_experts import StoredMatrices
+from modeling.transfer import no_waits
+
+WAITED = "called a synchronizing CUDA operation"
+"""How torch's error says it."""
 
 
-def wait_in(compute: Callable[[], object]) -> RuntimeError | None:
-    """Say where `compute` waits for a GPU; None where it does nowhere."""
+def host_waits(compute: Callable[[], object]) -> bool:
+    """Whether the host waits for a GPU in `compute`; other errors are raised."""
     compute()  # The first run may load what later ones do not.
     try:
         with no_waits():
             compute()
     except RuntimeError as error:
-        return error
-    return None
+        if WAITED not in str(error):
+            raise
+        return True
+    return False
 
 
 class HostNumbers(TorchFunctionMode):
-    """Copies each number once that a model's code brings to the device in every step."""
+    """Copies each number to the device once, where a model's code copies it in every step."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -52,8 +56,9 @@ class HostNumbers(TorchFunctionMode):
 
 def _number(func: Any, args: tuple[Any, ...], given: dict[str, Any]) -> object:
     """The number that a call may bring to a device; None for other calls."""
-    if func is torch.tensor and isinstance(args[0], int | float):
-        return type(args[0]), args[0]
+    if func is torch.tensor:
+        value = args[0] if args else given.get("data")
+        return (type(value), value) if isinstance(value, int | float) else None
     if func is not torch.Tensor.to or args[0].dim() or args[0].device.type != "cpu":
         return None
     if any(isinstance(each, Tensor) for each in (*args[1:], *given.values())):
@@ -69,18 +74,3 @@ def groups_can_be_captured(causal: PreTrainedModel, dtype: torch.dtype) -> bool:
     stacked = [each for each in numbers if each.is_floating_point() and each.dim() == 3]
     is_half = dtype is not torch.float32
     return not stacked or (is_half and all(map(has_aligned_sides, stacked)))
-
-
-@contextmanager
-def no_waits() -> Iterator[None]:
-    """RuntimeError meanwhile where the host waits for a GPU."""
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        yield
-        return
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch calls this switch a prototype
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            yield
-        finally:
-            torch.cuda.set_sync_debug_mode("default")

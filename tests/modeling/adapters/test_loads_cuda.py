@@ -10,8 +10,8 @@ from torch import Tensor
 from configs.wire.adapters import AdapterKey, FetchedAdapter
 from modeling.adapters.bank import AdapterBank, BankSize
 from modeling.adapters.device_copies import CopyEvent
+from modeling.transfer import no_waits
 from tests.modeling.adapters.lora_files import DOWN, UP, factors, write_lora
-from tests.modeling.no_waits import no_synchronisation
 
 pytestmark = pytest.mark.gpu
 
@@ -123,7 +123,7 @@ def test_a_load_does_not_block_the_thread_that_launches_it(tmp_path: Path) -> No
     bank.load(AdapterKey(1), 0, [[0, 1], []]).wait()
     read(bank, 0, [0, 1], A_WHILE)
     step = passed()
-    with no_synchronisation():
+    with no_waits():
         bank.load(AdapterKey(2), 1, [[0, 1], []])
         bank.load(AdapterKey(3), 2, [[4, 5], []])
     assert not step.done, "the thread waited for the step"

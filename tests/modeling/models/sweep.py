@@ -135,7 +135,8 @@ def _errors(
     for way, asked, answers in served.serve(folders):
         told = [oracle.told(named.get(name), prompt) for name, prompt in asked]
         pairs = zip(answers, told, strict=True)
-        # Rounding may choose another expert for a prompt's token, which moves all behind it.
+        # Where rounding chooses another expert for a prompt's token, all rows behind it move: of
+        # rounded answers the second worst counts.
         which, errors = (-2, _median) if way.startswith(ROUNDED) else (-1, _error)
         worst = sorted(errors(answer, truth) for answer, truth in pairs)[which]
         found[way] = max(worst, found.get(way, 0.0))
@@ -158,7 +159,7 @@ def _error(answer: Answer, told: Told) -> float:
 
 
 def _median(answer: Answer, told: Told) -> float:
-    """Half of the rows differ by more (root mean square): where an expert parts, only some do."""
+    """The median over rows of the root mean square: another expert moves only some rows."""
     rows = [row.square().mean().sqrt().nan_to_num(nan=float("inf")) for row in _rows(answer, told)]
     return float(torch.stack(rows).median())
 

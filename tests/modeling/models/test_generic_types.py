@@ -148,7 +148,7 @@ def test_numbers_that_a_step_brings_to_a_device_are_copied_once() -> None:
         with numbers:
             made = [
                 torch.tensor(0.95, dtype=torch.float32, device=device),
-                torch.tensor(1, device=device),
+                torch.tensor(data=1, device=device),
                 torch.tensor(1e-5).to(device),
                 torch.tensor(1e-5).to(device, torch.bfloat16),
             ]

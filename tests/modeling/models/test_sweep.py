@@ -96,4 +96,4 @@ def test_what_is_paged_is_judged_so_on_a_gpu(tmp_path: Path, kind: str, variant:
     outcome = sweep(tmp_path, kind, variant, gpu=True)
     assert (outcome.word, outcome.served) == ("exact", "paged"), outcome.why
     assert "bfloat16 launched" in outcome.why
-    assert "bfloat16 captured" in outcome.why or (kind, variant) == ("qwen3_moe", "plain")
+    assert "bfloat16 captured" in outcome.why

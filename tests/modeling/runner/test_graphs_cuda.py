@@ -20,9 +20,9 @@ from modeling.runner.forward import prepare
 from modeling.runner.load_paged import load_paged
 from modeling.runner.loading import pick_device
 from modeling.runner.paged import ModelRunner
+from modeling.transfer import no_waits
 from sharding.group import SingleRank
 from tests.checkpoints import write_adapter, write_llama
-from tests.modeling.no_waits import no_synchronisation
 from tests.modeling.parity.comparison import FAMILIES, engine_config, place_all
 from tests.modeling.runner.test_cuda_graphs import BLOCK_SIZE, NUM_BLOCKS, requests
 from tests.modeling.stepping import Answer, Asked, BlockPile, generate
@@ -207,7 +207,7 @@ def test_a_step_never_waits_for_the_device(wide: Any) -> None:
     for params in (Sampling(), sampled):
         asked = requests([-1, 0], sampling=params)
         generate(runner, asked, NUM_BLOCKS, BLOCK_SIZE)
-        with no_synchronisation():
+        with no_waits():
             generate(runner, asked, NUM_BLOCKS, BLOCK_SIZE)
 
 

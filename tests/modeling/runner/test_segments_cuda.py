@@ -14,9 +14,9 @@ from configs.wire.sampling import Sampling
 from modeling.runner.forward import prepare
 from modeling.runner.paged import ModelRunner
 from modeling.runner.piecewise import PiecewiseGraphs
+from modeling.transfer import no_waits
 from tests.checkpoints import write_adapter, write_llama
 from tests.checkpoints_generic import write_generic
-from tests.modeling.no_waits import no_synchronisation
 from tests.modeling.parity.comparison import FAMILIES, place_all
 from tests.modeling.runner.test_cuda_graphs import BLOCK_SIZE, NUM_BLOCKS, requests
 from tests.modeling.runner.test_graphs_cuda import (
@@ -120,7 +120,7 @@ def test_every_step_is_captured(runner: ModelRunner, backend: str, slots: tuple[
     """And none waits for the device, once it is warm; SDPA's masks of mixed steps do."""
     generate(runner, requests(slots), NUM_BLOCKS, BLOCK_SIZE)
     runner.num_steps = runner.num_captured = 0
-    with no_synchronisation() if backend == "flashinfer" else nullcontext():
+    with no_waits() if backend == "flashinfer" else nullcontext():
         generate(runner, requests(slots), NUM_BLOCKS, BLOCK_SIZE)
     assert runner.num_steps == runner.num_captured > 20
 

@@ -13,8 +13,8 @@ from modeling.sampling.grammars import Grammars
 from modeling.sampling.history import TokenHistory
 from modeling.sampling.sampler import sample_tokens
 from modeling.sampling.tensors import SamplingTensors, sampling_tensors
+from modeling.transfer import no_waits
 from tests.fakes import EOS, token_id, write_tokenizer
-from tests.modeling.no_waits import no_synchronisation
 
 pytestmark = pytest.mark.gpu
 
@@ -58,7 +58,7 @@ def test_nothing_waits_for_the_device() -> None:
     device = torch.device("cuda")
     tokens, values = buffer(device), logits(device)
     sample_tokens(values, tensors_of(tokens))
-    with no_synchronisation():
+    with no_waits():
         sample_tokens(values, tensors_of(tokens))
 
 
