@@ -160,7 +160,9 @@ class DiskCache:
     def _partial(self, name: str) -> Iterator[Path | None]:
         """Lock the folder to write; None while another process writes it."""
         path = self._folder / "partial" / name
-        path.mkdir(parents=True, exist_ok=True)
+        # mkdir looks twice: the folder it met is no folder if it became an entry in between.
+        with suppress(FileExistsError):
+            path.mkdir(parents=True, exist_ok=True)
         # The lock must not block: a complete folder is renamed to an entry, and users of the entry
         # may hold their lock for long.
         descriptor = _lock(path, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -146,6 +146,24 @@ def test_many_threads_write_an_entry_once(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("partial/*"))
 
 
+def test_a_partial_entry_may_become_an_entry_while_its_folder_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = DiskCache(tmp_path, 1000)
+    make, others = os.mkdir, [DiskCache(tmp_path, 1000)]
+
+    def overtaken(path: Path, mode: int = 0o777) -> None:
+        if Path(path).parent.name == "partial" and others:
+            others.pop().store("a", 10, writer(10))  # It was there, and is an entry now.
+            raise FileExistsError(path)
+        make(path, mode)
+
+    monkeypatch.setattr(os, "mkdir", overtaken)
+    folder = cache.store("a", 10, writer(20))
+    assert (folder / "weights").stat().st_size == 10
+    assert not list(tmp_path.glob("partial/*"))
+
+
 def test_another_process_keeps_what_it_uses(tmp_path: Path) -> None:
     script = (
         "import sys\nfrom pathlib import Path\nfrom sources.cache import DiskCache\n"
