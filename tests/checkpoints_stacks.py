@@ -337,6 +337,108 @@ STACKS: dict[str, dict[str, Any]] = {
         "text_config": {**_TEXT, "model_type": "llama"},
         "audio_config": {**_AUDIO, "intermediate_size": 64},
     },
+    "apertus1p5": {
+        "text_config": _TEXT,
+        "vision_config": {
+            "codebook_size": 16, "embed_dim": 8, "latent_channels": 8, "base_channels": 32,
+            "channel_multiplier": [1], "num_res_blocks": 1, "attn_resolutions": [],
+            "resolution": 16,
+        },
+        "audio_config": {
+            "num_filters": 4, "upsampling_ratios": [2], "num_lstm_layers": 1, "hidden_size": 16,
+            "codebook_size": 16, "codebook_dim": 16, "decoder_hidden_size": 32,
+            "decoder_intermediate_size": 16, "decoder_num_layers": 1,
+        },
+        "image_token_offset": 64, "audio_token_offset": 80,
+    },
+    "lfm3_vl": {
+        "text_config": {
+            **_TEXT, "model_type": "lfm3", "num_hidden_layers": 3, "head_dim": 8,
+            "layer_types": ["conv", "full_attention", "sliding_attention"],
+            "sliding_window": WINDOW, "conv_L_cache": 4,
+        },
+        "vision_config": {
+            **_VISION, "num_key_value_heads": 2, "layer_types": ["full_attention"],
+        },
+        "projector_hidden_size": 16,
+    },
+    **{
+        kind: {
+            "text_config": {
+                **_TEXT, **DELTA_NET, "model_type": "qwen3_5_text", "layer_types": LINEAR[:2],
+                "rope_parameters": {
+                    "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25
+                },
+            },
+            "vision_config": {**_VISION, "insert_layer_id": 0},
+            "insert_layer_id": 0,
+        }
+        for kind in ("minicpm_ocr", "minicpmv4_6", "minicpmv4_7")
+    },
+    "cosmos3_omni": {
+        "text_config": {**_TEXT, **_rope([2, 3, 3])}, "vision_config": _QWEN_VISION
+    },
+    "qianfan_ocr": {
+        "text_config": {**_TEXT, "model_type": "qwen3"},
+        "vision_config": {**_VISION, "image_size": [28, 28], "patch_size": [14, 14]},
+    },
+    "mistral4": {
+        "model_type": "mistral3",
+        "text_config": {
+            **_TEXT, "model_type": "mistral4", "n_routed_experts": 4, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24, "first_k_dense_replace": 1, "q_lora_rank": 16,
+            "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
+            "num_key_value_heads": 4,
+            "rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "beta_fast": 32.0,
+                "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+                "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.5,
+            },
+        },
+        "vision_config": {**_VISION, "model_type": "pixtral"},
+    },
+    "glm_ocr": {
+        "text_config": {**_TEXT, **_rope([2, 3, 3]), "head_dim": 16},
+        "vision_config": _QWEN_VISION,
+    },
+    "hunyuan_vl": {
+        "text_config": {
+            **_TEXT, "head_dim": 16,
+            "rope_parameters": {
+                "type": "xdrope", "rope_theta": 1e4, "factor": 1.0, "alpha": 8.0,
+                "xdrope_section": [2, 2, 2, 2],
+            },
+        },
+        "vision_config": {**_VISION, "out_hidden_size": 32, "text_hidden_size": 32},
+    },
+    "paddleocr_vl": {
+        "text_config": {**_TEXT, **_rope([2, 3, 3]), "head_dim": 16}, "vision_config": _VISION
+    },
+    "muse_glimmer": {
+        "text_config": {
+            **_TEXT, "head_dim": 16, "layer_types": MIXED[:2], "sliding_window": WINDOW,
+            "layer_rope_theta": [1e4, 0], "final_logit_softcapping": 5.0,
+        },
+        "vision_config": {**_VISION, "pos_emb_height": 4, "pos_emb_width": 4},
+        "projector_hidden_size": 16, "out_hidden_size": 64,
+    },
+    "cosmos3_edge": {
+        "text_config": {
+            **_TEXT, "head_dim": 16,
+            "rope_parameters": {
+                "rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]
+            },
+        },
+        "vision_config": {**_VISION, "num_patches": 4}, "projector_hidden_size": 16,
+    },
+    "emu3": {
+        "text_config": {**_TEXT, "head_dim": 8},
+        "vq_config": {
+            "codebook_size": 16, "base_channels": 32, "channel_multiplier": [1],
+            "num_res_blocks": 1, "attn_resolutions": [], "hidden_size": 32,
+        },
+        "vocabulary_map": {"<image>": 90},
+    },
 }  # fmt: skip
 """Fields of each kind's config."""
 

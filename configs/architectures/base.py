@@ -50,7 +50,8 @@ class ModelArchitecture(Config):
 
     architecture: the class name in config.json. max_position_embeddings: in tokens.
     checkpoint_dtype: the type the weights were saved in (None: not said).
-    is_text_stack: whether the checkpoint is of a larger model; its decoder alone is served.
+    larger_type: the `model_type` of a larger model, of which the decoder alone is served; None: the
+    checkpoint is no larger model's.
     num_labels: of its classification head, which stands in place of the vocabulary's; 0: it has
     none.
     quantisation: of the checkpoint's linear maps; None: they are not quantised.
@@ -63,9 +64,14 @@ class ModelArchitecture(Config):
     tie_word_embeddings: bool = False
     bos_token_id: int | None = None
     checkpoint_dtype: Literal["float32", "float16", "bfloat16"] | None = None
-    is_text_stack: bool = False
+    larger_type: str | None = None
     num_labels: NonNegativeInt = 0
     quantisation: Quantisation | None = None
+
+    @property
+    def is_text_stack(self) -> bool:
+        """Whether the checkpoint is of a larger model."""
+        return self.larger_type is not None
 
     @property
     def stretches(self) -> bool:

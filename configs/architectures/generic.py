@@ -29,13 +29,24 @@ PAGED_TYPES = frozenset(
 )  # fmt: skip
 """The `model_type`s of config.json that are served so."""
 
+INNER_TYPES = frozenset(
+    (
+        "cosmos3_edge_text", "emu3_text_model", "hunyuan_vl_text", "mistral4", "muse_glimmer_text",
+        "paddleocr_vl_text",
+    )
+)  # fmt: skip
+"""Those of decoders that AutoModelForCausalLM does not know: they are parts of larger models."""
+
 BUILT_AS: dict[str, tuple[str, ...]] = {
     "LlamaForCausalLM": ("exaone", "internlm3", "iquestcoder"),
 }
 """Those of which transformers makes a class of another type, by its name."""
 
-_ROPE_TYPES = frozenset({None, "default", "dynamic", "linear", "llama3", "proportional", "yarn"})
-"""Rotary frequencies that are one table for all rows: dynamic up to the model's own length."""
+_ROPE_TYPES = frozenset(
+    {None, "default", "dynamic", "linear", "llama3", "proportional", "xdrope", "yarn"}
+)
+"""Rotary frequencies that are one table for all rows: dynamic up to the model's own length, or by
+alpha alone, as xdrope (HunYuan)."""
 
 RECURRENT_TYPES = frozenset(
     (
@@ -85,7 +96,7 @@ def parse(name: str, config: Mapping[str, Any]) -> GenericArchitecture | padded.
 def _obstacle(config: Mapping[str, Any]) -> str | None:
     """Return why a model cannot be paged; None for one that can."""
     kind = config.get("model_type")
-    if kind not in PAGED_TYPES:
+    if kind not in PAGED_TYPES | INNER_TYPES:
         unknown = f"model_type {kind} is not among those with a paged implementation"
         return not_paged.REASONS.get(str(kind), unknown)
     ropes = {rope.get("rope_type", rope.get("type")) for rope in _ropes(config)} - _ROPE_TYPES

@@ -141,7 +141,8 @@ def _text_stack(name: str, config: Mapping[str, Any]) -> ModelArchitecture:
     found = parse_architecture(text_stack.text_config(name, config))
     if isinstance(found, padded.PaddedArchitecture):
         raise ArchitectureError(f"{name} is served for text by its decoder alone: {found.reason}")
-    update: dict[str, Any] = {"is_text_stack": True}
+    larger_type = text_stack.writing_part(config).get("model_type", "")
+    update: dict[str, Any] = {"larger_type": larger_type}
     if isinstance(found, generic.GenericArchitecture):
         padded_tokens, pad_token = text_stack.padding_of(name, config)
         update |= {"padded_tokens": padded_tokens, "pad_token": pad_token}

@@ -11,16 +11,20 @@ class Decoder:
 
     architecture: the causal class that computes the same. model_type: that class's; None: it is the
     decoder's own. unsaid: transformers' numbers for what files leave out. fixed: what it computes
-    whatever its config says. splits_width: whether a head must be hidden_size / num_attention_heads
-    wide. is_capped: whether its larger models heed final_logit_softcapping.
+    whatever its config says. derives_width: whether a head is hidden_size / num_attention_heads
+    wide where files leave head_dim out. splits_width: whether it must be. is_capped: whether its
+    larger models heed final_logit_softcapping. has_sections: whether its own code reads
+    mrope_section.
     """
 
     architecture: str
     model_type: str | None = None
     unsaid: Mapping[str, Any] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)
+    derives_width: bool = False
     splits_width: bool = False
     is_capped: bool = False
+    has_sections: bool = False
 
 
 def _sizes(
@@ -51,6 +55,12 @@ _NO_WINDOW = {"use_sliding_window": False}
 """They have none, as the classes that compute the same may have."""
 
 DECODERS: dict[str, Decoder] = {
+    "apertus1p5_text": Decoder(
+        "Apertus1p5TextForCausalLM",
+        unsaid={
+            "vocab_size": 266752, "num_hidden_layers": 32, "max_position_embeddings": 65536
+        },
+    ),
     "aria_text": Decoder(
         "AriaTextForCausalLM",
         unsaid=_sizes(32000, 4096, 4096, 32, 32, max_position_embeddings=2048),
@@ -61,9 +71,22 @@ DECODERS: dict[str, Decoder] = {
         unsaid={"vocab_size": 256000, "num_hidden_layers": 40, "max_position_embeddings": 8192},
         fixed={"logit_scale": 1.0},
     ),
+    "cosmos3_edge_text": Decoder(
+        "Cosmos3EdgeForCausalLM",
+        unsaid={
+            "vocab_size": 131072, "num_hidden_layers": 28, "max_position_embeddings": 131072
+        },
+        has_sections=True,
+    ),
     "deepseek_v3": Decoder(
         "DeepseekV3ForCausalLM",
         unsaid={"vocab_size": 129280, "num_hidden_layers": 61, "max_position_embeddings": 4096},
+    ),
+    "emu3_text_model": Decoder(
+        "Emu3TextForCausalLM",
+        unsaid={
+            "vocab_size": 184622, "num_hidden_layers": 32, "max_position_embeddings": 9216
+        },
     ),
     "exaone4": Decoder(
         "Exaone4ForCausalLM",
@@ -93,6 +116,17 @@ DECODERS: dict[str, Decoder] = {
         fixed={"attention_bias": True},
         splits_width=True,
     ),
+    "glm_ocr_text": Decoder(
+        "Glm4ForCausalLM",
+        "glm4",
+        unsaid=_sizes(
+            *(59392, 1024, 4096, 16, 16),
+            num_key_value_heads=8, max_position_embeddings=131072, rms_norm_eps=1e-5,
+            partial_rotary_factor=1.0,
+        ),
+        fixed={"attention_bias": False},
+        derives_width=True,
+    ),
     "gpt_oss": Decoder(
         "GptOssForCausalLM",
         unsaid={"vocab_size": 201088, "num_hidden_layers": 36, "max_position_embeddings": 131072},
@@ -109,12 +143,25 @@ DECODERS: dict[str, Decoder] = {
             residual_multiplier=0.263,
         ),
     ),
+    "hunyuan_vl_text": Decoder(
+        "HunYuanVLForCausalLM",
+        unsaid={
+            "vocab_size": 290943, "num_hidden_layers": 32, "max_position_embeddings": 2048
+        },
+        has_sections=True,
+    ),
     "hyperclovax": Decoder(
         "HyperCLOVAXForCausalLM", unsaid={**_LLAMA, "max_position_embeddings": 2048}
     ),
     "lfm2": Decoder(
         "Lfm2ForCausalLM",
         unsaid={"vocab_size": 65536, "num_hidden_layers": 32, "max_position_embeddings": 128000},
+    ),
+    "lfm3": Decoder(
+        "Lfm3ForCausalLM",
+        unsaid={
+            "vocab_size": 128000, "num_hidden_layers": 24, "max_position_embeddings": 128000
+        },
     ),
     "llama": Decoder("LlamaForCausalLM", unsaid=_LLAMA),
     "llama4_text": Decoder(
@@ -130,6 +177,26 @@ DECODERS: dict[str, Decoder] = {
         },
     ),
     "mistral": Decoder("MistralForCausalLM", unsaid={**_LLAMA, "intermediate_size": 14336}),
+    "mistral4": Decoder(
+        "Mistral4ForCausalLM",
+        unsaid={
+            "vocab_size": 131072, "num_hidden_layers": 36, "max_position_embeddings": 1048576
+        },
+    ),
+    "muse_glimmer_text": Decoder(
+        "MuseGlimmerForCausalLM",
+        unsaid={
+            "vocab_size": 202048, "num_hidden_layers": 52, "max_position_embeddings": 131072
+        },
+        is_capped=True,
+    ),
+    "paddleocr_vl_text": Decoder(
+        "PaddleOCRForCausalLM",
+        unsaid={
+            "vocab_size": 103424, "num_hidden_layers": 18, "max_position_embeddings": 131072
+        },
+        has_sections=True,
+    ),
     "qwen2": Decoder("Qwen2ForCausalLM", unsaid=_QWEN3),
     "qwen2_5_omni_text": Decoder(
         "Qwen2ForCausalLM",

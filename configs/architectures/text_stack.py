@@ -15,14 +15,19 @@ SUFFIX = "ForConditionalGeneration"
 _KINDS = {
     f"{name}{SUFFIX}": kind
     for kind, names in (
+        ("apertus1p5_text", ("Apertus1p5",)),
         ("aria_text", ("Aria",)),
         ("cohere2", ("AyaVision", "Cohere2Vision")),
+        ("cosmos3_edge_text", ("Cosmos3Edge",)),
         ("deepseek_v3", ("Kimi_K25",)),
+        ("emu3_text_model", ("Emu3",)),
         ("exaone4", ("Exaone4_5_",)),
         ("gemma3_text", ("Gemma3",)),
         ("gemma4_text", ("Gemma4",)),
         ("gemma4_unified_text", ("Gemma4Unified",)),
         ("glm4v_moe_text", ("Glm4vMoe",)),
+        ("glm_ocr_text", ("GlmOcr",)),
+        ("hunyuan_vl_text", ("HunYuanVL",)),
         ("glm4v_text", ("Glm46V", "Glm4v")),
         ("granite4_vision_text", ("Granite4Vision",)),
         ("granite_docling_text", ("GraniteDocling",)),
@@ -35,6 +40,7 @@ _KINDS = {
             ),
         ),
         ("lfm2", ("Lfm2Vl",)),
+        ("lfm3", ("Lfm3Vl",)),
         ("llama4_text", ("Llama4",)),
         ("mistral", ("Idefics2", "Mistral3")),
         (
@@ -47,12 +53,14 @@ _KINDS = {
         ("qwen2_5_omni_text", ("Qwen2_5OmniThinker",)),
         ("qwen2_5_vl_text", ("Qwen2_5_VL",)),
         ("qwen2_vl_text", ("Qwen2VL",)),
-        ("qwen3", ("LightOnOcr",)),
+        ("muse_glimmer_text", ("MuseGlimmer",)),
+        ("paddleocr_vl_text", ("PaddleOCRVL",)),
+        ("qwen3", ("LightOnOcr", "QianfanOCR")),
         ("qwen3_5_moe_text", ("Qwen3_5Moe",)),
-        ("qwen3_5_text", ("Qwen3_5",)),
+        ("qwen3_5_text", ("MiniCPMOcr", "MiniCPMV4_6", "MiniCPMV4_7", "Qwen3_5")),
         ("qwen3_omni_moe_text", ("Qwen3OmniMoeThinker",)),
         ("qwen3_vl_moe_text", ("Qwen3VLMoe",)),
-        ("qwen3_vl_text", ("Qwen3VL",)),
+        ("qwen3_vl_text", ("Cosmos3Omni", "Qwen3VL")),
     )
     for name in names
 }  # fmt: skip
@@ -86,6 +94,7 @@ _PLACEHOLDERS: dict[str, dict[str, int]] = {
         for name in _GEMMA4
     },
     "Kimi_K25ForConditionalGeneration": {"image_token_id": 163605, "video_token_id": 163840},
+    "MuseGlimmerForConditionalGeneration": {"image_token_id": 200092, "video_token_id": 200091},
 }
 """What a class embeds as padding where no image or sound comes with it; defaults."""
 
@@ -98,9 +107,10 @@ _FLAT = {
 _TIED = frozenset(
     f"{name}{SUFFIX}"
     for name in (
-        "AyaVision", "Cohere2Vision", "DeepseekVL", "DeepseekVLHybrid", "Gemma3", "Gemma4",
-        "Gemma4Unified", "GotOcr2", "GraniteDocling", "HyperCLOVAXVisionV2", "InternVL", "Janus",
-        "Kimi_K25", "Lfm2Vl", "LightOnOcr", "Mistral3", "Ovis2",
+        "AyaVision", "Cohere2Vision", "DeepseekVL", "DeepseekVLHybrid", "Gemma3",
+        "Gemma4", "Gemma4Unified", "GotOcr2", "GraniteDocling", "HunYuanVL", "HyperCLOVAXVisionV2",
+        "InternVL", "Janus", "Kimi_K25", "Lfm2Vl", "Lfm3Vl", "LightOnOcr", "MiniCPMOcr", "Mistral3",
+        "Ovis2", "PaddleOCRVL",
     )
 )  # fmt: skip
 """Classes that tie embedding and head unless config.json says otherwise."""
@@ -151,9 +161,9 @@ def text_config(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
     if "use_sliding_window" in decoder.fixed:
         # Its attention has no window, but the cache of transformers forgets by one.
         refuse_unserved(name, text, fields["max_position_embeddings"])
-    if decoder.splits_width:
+    if decoder.derives_width or decoder.splits_width:
         width = fields["hidden_size"] // fields["num_attention_heads"]
-        if fields.setdefault("head_dim", width) != width:
+        if fields.setdefault("head_dim", width) != width and decoder.splits_width:
             raise ArchitectureError(
                 f"{name}: head_dim ({fields['head_dim']}) must be hidden_size / "
                 f"num_attention_heads ({width}) in {kind}: transformers rotates by the one and "
@@ -166,7 +176,7 @@ def text_config(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
         "tie_word_embeddings": _is_tied(name, config, text),
         "model_type": decoder.model_type or kind,
         "architectures": [decoder.architecture],
-        **_plain_rope(text),
+        **({} if decoder.has_sections else _plain_rope(text)),
     }
 
 
@@ -174,7 +184,7 @@ def padding_of(name: str, config: Mapping[str, Any]) -> tuple[tuple[int, ...], i
     """Return the tokens that a larger model's class embeds as another one, and that one."""
     placeholders = _PLACEHOLDERS.get(_OTHER_NAMES.get(name, name), {})
     found = (config.get(key, default) for key, default in placeholders.items())
-    # Kimi's padding is token 0, whatever its config says.
+    # Kimi's and Muse's padding is token 0, whatever their config says.
     pad = config["text_config"].get("pad_token_id") if name in _GEMMA4 else 0
     return tuple(token for token in found if token is not None), pad or 0
 
@@ -205,7 +215,9 @@ def _plain_rope(text: Mapping[str, Any]) -> dict[str, Any]:
 DECODER_PREFIXES = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
+    "model.language_model.model.": "model.",
     "model.language_model.": "model.",
+    "model.text_model.model.": "model.",
     "model.text_model.": "model.",
     "thinker.lm_head.": "lm_head.",
     "thinker.model.language_model.": "model.",
@@ -231,10 +243,12 @@ def decoder_name(name: str) -> str | None:
 
 _OTHER_PARTS = frozenset(
     {
-        "aligner", "audio_tower", "connector", "embed_audio", "embed_vision", "generation_aligner",
-        "generation_head", "high_res_vision_model", "high_res_vision_neck", "high_res_vision_proj",
-        "image_tower", "mm_projector", "multi_modal_projector", "projector", "video_tower",
-        "vision_encoder", "vision_model", "vision_projection", "vision_tower", "visual", "vqmodel",
+        "aligner", "audio_tokenizer", "audio_tower", "connector", "embed_audio", "embed_vision",
+        "generation_aligner", "generation_head", "high_res_vision_model", "high_res_vision_neck",
+        "high_res_vision_proj", "image_tower", "merger", "mm_projector", "multi_modal_projector",
+        "perception_emb_norm", "projector", "resampler_model", "video_tower", "vision_adapter",
+        "vision_encoder", "vision_model", "vision_projection", "vision_tokenizer", "vision_tower",
+        "visual", "vqmodel",
     }
 )  # fmt: skip
 """How larger models call what makes tokens of images and sound: no text goes through it."""

@@ -11,7 +11,7 @@ from torch import nn
 from configs.architectures.base import ModelArchitecture
 from configs.architectures.medusa import load_medusa
 from configs.architectures.select import load_architecture
-from configs.architectures.text_stack import decoder_name, outer_paths
+from configs.architectures.text_stack import outer_paths
 from configs.engine import CacheDType, CudaGraphs, Device, EngineConfig, SpeculationKind
 from configs.model import DType, LoadFormat
 from modeling.adapters.linear import biased_projections
@@ -25,6 +25,7 @@ from modeling.attention.scales import stored_scales
 from modeling.models.base import PagedModel
 from modeling.models.eagle3 import Eagle3Heads, load_eagle3_heads
 from modeling.models.generic.stored_experts import StoredMatrices
+from modeling.models.larger_names import decoder_names
 from modeling.models.medusa import MedusaHeads, load_heads
 from modeling.models.select import build_model
 from modeling.quantisation.formats import format_of_dummies, linear_format
@@ -94,8 +95,8 @@ def load_model(config: EngineConfig, group: TensorParallel, device: torch.device
         source = DummySource(device, dtype)
     else:
         source = open_checkpoint(folder, config.model.allow_pickle)
-        if architecture.is_text_stack:
-            source.keep_part(decoder_name)
+        if architecture.larger_type is not None:
+            source.keep_part(decoder_names(architecture.larger_type))
         dtype = _dtype(config.model.dtype, architecture, stored_dtype(source, folder))
         if config.cache.dtype is CacheDType.FP8:
             scales = stored_scales(source, architecture.num_layers)

@@ -89,6 +89,43 @@ PUBLISHED: dict[str, dict[str, Any]] = {
             "rope_theta": 10000.0, "use_qk_norm": False, "vocab_size": 151552,
         },
     },
+    "glm_ocr": {
+        "text_config": {
+            "attention_bias": False, "head_dim": 128, "hidden_size": 1536,
+            "intermediate_size": 4608, "max_position_embeddings": 131072,
+            "model_type": "glm_ocr_text", "num_hidden_layers": 16, "num_nextn_predict_layers": 1,
+            "rope_parameters": {
+                "mrope_section": [16, 24, 24], "partial_rotary_factor": 1.0, "rope_theta": 10000,
+                "rope_type": "default",
+            },
+        },
+    },
+    "hunyuan_vl": {
+        "text_config": {
+            "head_dim": 128, "hidden_size": 1024, "intermediate_size": 3584,
+            "max_position_embeddings": 32768, "model_type": "hunyuan_vl_text",
+            "num_attention_heads": 16, "num_hidden_layers": 24, "num_key_value_heads": 8,
+            "rope_scaling": {
+                "alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0,
+                "mscale_all_dim": 1.0, "type": "xdrope", "xdrope_section": [16, 16, 16, 16],
+            },
+            "rope_theta": 10000.0, "vocab_size": 120818,
+        },
+    },
+    "mistral3": {
+        "text_config": {
+            "first_k_dense_replace": 0, "hidden_size": 4096, "kv_lora_rank": 256,
+            "max_position_embeddings": 1048576, "model_type": "mistral4",
+            "moe_intermediate_size": 2048, "n_routed_experts": 128, "num_hidden_layers": 36,
+            "q_lora_rank": 1024, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64,
+            "rope_parameters": {
+                "beta_fast": 32.0, "beta_slow": 1.0, "factor": 128.0, "llama_4_scaling_beta": 0.1,
+                "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 8192,
+                "rope_theta": 10000.0, "rope_type": "yarn", "type": "yarn",
+            },
+            "v_head_dim": 128,
+        },
+    },
     "qwen2_5_omni_thinker": {
         "text_config": {
             "model_type": "qwen2_5_omni_text", "num_hidden_layers": 28, "rope_theta": 1000000.0,

@@ -1,13 +1,21 @@
 """Builds a model of transformers from its config.json, without memory for its weights."""
 
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any
 
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+)
+from transformers.modeling_outputs import CausalLMOutput
 
 from configs.architectures.base import ArchitectureError
 from configs.architectures.generic import GenericArchitecture
@@ -38,13 +46,10 @@ class _LargeOnMeta(TorchFunctionMode):
 
 def build(architecture: GenericArchitecture, dtype: torch.dtype) -> PreTrainedModel:
     """Build transformers' model without weights; ArchitectureError says why it cannot be."""
-    auto: Any = AutoModelForCausalLM
     config = _config(architecture.settings)
     try:
         with _LargeOnMeta():
-            model: PreTrainedModel = auto.from_config(
-                config, dtype=dtype, attn_implementation=ATTENTION
-            )
+            model = _from_config(config, dtype=dtype, attn_implementation=ATTENTION)
     except torch.OutOfMemoryError:
         raise  # It says nothing of the config.
     except NOT_TAKEN as error:
@@ -61,6 +66,43 @@ def build(architecture: GenericArchitecture, dtype: torch.dtype) -> PreTrainedMo
             f"{config.model_type} is a {type(model).__name__}: correct the one that is wrong"
         )
     return model
+
+
+class HeadedDecoder(PreTrainedModel):  # type: ignore[no-untyped-call]
+    """A decoder that transformers has inside of a larger model alone, with a head."""
+
+    base_model_prefix = "model"
+
+    def __init__(self, config: Any) -> None:
+        """config: the decoder's own."""
+        super().__init__(config)
+        self.model = _class_beside(config, "Model")(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def forward(self, inputs_embeds: Tensor) -> CausalLMOutput:
+        """[1, n, hidden] to logits [1, n, vocab_size]."""
+        hidden = self.model(inputs_embeds=inputs_embeds).last_hidden_state
+        logits = self.lm_head(hidden) * getattr(self.config, "output_multiplier", 1.0)
+        cap = getattr(self.config, "final_logit_softcapping", None)
+        return CausalLMOutput(logits=logits if cap is None else torch.tanh(logits / cap) * cap)
+
+
+def _from_config(config: Any, **options: Any) -> PreTrainedModel:
+    """The causal model: by transformers' own list, or one that it has beside the config's class."""
+    auto: Any = AutoModelForCausalLM
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        listed: PreTrainedModel = auto.from_config(config, **options)
+        return listed
+    made: Any = _class_beside(config, "ForCausalLM") or HeadedDecoder
+    model: PreTrainedModel = made._from_config(config, **options)
+    return model
+
+
+def _class_beside(config: Any, suffix: str) -> Any:
+    """The class of a config's model with that name's end; None where there is none."""
+    module = type(config).__module__.replace(".configuration_", ".modeling_")
+    name = type(config).__name__.removesuffix("Config") + suffix
+    return getattr(import_module(module), name, None)
 
 
 def _config(settings: Mapping[str, Any]) -> Any:

@@ -36,6 +36,7 @@ from modeling.models.generic.linears import replace_linears
 from modeling.models.generic.modules import (
     GenericEmbedding,
     GenericHead,
+    embedding_norm,
     embedding_scale,
     keep_inside,
 )
@@ -210,11 +211,19 @@ class GenericForCausalLM(nn.Module):
 
     def adapt_vocabulary(self, whole_ends: bool = False) -> None:
         """Let adapters change the embedding and the head too; see `PagedModel`."""
+        if self._embedding.norm is not None:
+            raise ValueError(
+                "adapters.vocabulary: adapters cannot change the embedding of "
+                f"{self.causal.config.model_type}, as PEFT leaves out the norm behind it: set it "
+                "to false"
+            )
         ends = vocabulary_projections(self._ends, self._embedding.base, self._head.base, whole_ends)
         self.projections = (*self.projections, *ends)
 
     def token_projections(self) -> tuple[Projection, ...]:
         """What adapters change of single tokens; see `PagedModel`."""
+        if self._embedding.norm is not None:
+            return ()
         ends = vocabulary_projections(self._ends, self._embedding.base, self._head.base)
         return token_projections(ends, head_has_bias=self._head.bias is not None)
 
@@ -242,7 +251,7 @@ class GenericForCausalLM(nn.Module):
         base = VocabParallelEmbedding(names.embedding, vocab_size, width, weights)
         scale = embedding_scale(embed)
         scale = None if scale is None else scale.to(self.device)
-        self._embedding = GenericEmbedding(base, self._step, scale)
+        self._embedding = GenericEmbedding(base, self._step, scale, embedding_norm(embed))
         whole_head = ParallelHead(names.head, vocab_size, width, weights, base if tied else None)
         bias = None
         if head.bias is not None and has_bias:

@@ -11,6 +11,9 @@ from modeling.models.generic.step import CurrentStep
 from sharding.embedding import ParallelHead, VocabParallelEmbedding
 from sharding.linear import ColumnParallelLinear, RowParallelLinear
 
+_NORMED = ("MuseGlimmerTextNormedEmbedding",)
+"""Embeddings that end in a norm."""
+
 
 def _typed(base: ColumnParallelLinear | RowParallelLinear) -> Tensor:
     """Return the weight; of a quantised one nothing but the type that it is computed in."""
@@ -88,13 +91,21 @@ class MergedPart(nn.Module):
 
 
 class GenericEmbedding(nn.Module):
-    """The tokens' embedding with the step's adapters; scale: what transformers multiplies it by."""
+    """The tokens' embedding with the step's adapters.
+
+    scale: what transformers multiplies it by. norm: what it goes through behind that.
+    """
 
     def __init__(
-        self, base: VocabParallelEmbedding, step: CurrentStep, scale: Tensor | None
+        self,
+        base: VocabParallelEmbedding,
+        step: CurrentStep,
+        scale: Tensor | None,
+        norm: nn.Module | None,
     ) -> None:
         super().__init__()
         self.base = base
+        self.norm = norm
         self._step = step
         self._scale = scale
 
@@ -106,7 +117,9 @@ class GenericEmbedding(nn.Module):
     def forward(self, input_ids: Tensor) -> Tensor:
         """int64 [1, tokens] to [1, tokens, hidden], the same on every rank."""
         found = embed_adapted(self.base, input_ids[0], self._step.adapter_data)
-        return (found if self._scale is None else found * self._scale)[None]
+        if self._scale is not None:
+            found = found * self._scale
+        return (found if self.norm is None else self.norm(found))[None]
 
 
 class GenericHead(nn.Module):
@@ -130,12 +143,18 @@ class GenericHead(nn.Module):
         return (logits if self.bias is None else logits + self.bias)[None]
 
 
+def embedding_norm(module: nn.Embedding) -> nn.Module | None:
+    """The norm inside of an embedding; None for one without."""
+    norm: nn.Module | None = getattr(module, "embed_norm", None)
+    return norm
+
+
 def embedding_scale(module: nn.Embedding) -> Tensor | None:
     """What an embedding multiplies its rows by; None for a plain one.
 
     ValueError for an embedding that does anything else.
     """
-    if type(module) is nn.Embedding:
+    if type(module) is nn.Embedding or type(module).__name__ in _NORMED:
         return None
     untyped: Any = module
     scale = getattr(untyped, "embed_scale", None)
