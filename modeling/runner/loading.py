@@ -25,7 +25,6 @@ from modeling.attention.scales import stored_scales
 from modeling.models.base import PagedModel
 from modeling.models.eagle3 import Eagle3Heads, load_eagle3_heads
 from modeling.models.generic.stored_experts import StoredMatrices
-from modeling.models.larger_names import decoder_names
 from modeling.models.medusa import MedusaHeads, load_heads
 from modeling.models.select import build_model
 from modeling.quantisation.formats import format_of_dummies, linear_format
@@ -96,6 +95,9 @@ def load_model(config: EngineConfig, group: TensorParallel, device: torch.device
     else:
         source = open_checkpoint(folder, config.model.allow_pickle)
         if architecture.larger_type is not None:
+            # Here, not above: other models start without transformers.
+            from modeling.models.larger_names import decoder_names
+
             source.keep_part(decoder_names(architecture.larger_type))
         dtype = _dtype(config.model.dtype, architecture, stored_dtype(source, folder))
         if config.cache.dtype is CacheDType.FP8:
