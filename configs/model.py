@@ -6,6 +6,7 @@ from pydantic import Field, PositiveInt, model_validator
 
 from configs.base import Config
 from configs.s3 import S3ServiceConfig
+from configs.sampling_defaults import SamplingDefaults
 
 
 class DType(StrEnum):
@@ -95,6 +96,8 @@ class ModelConfig(Config):
     CUDA. They make such steps faster, and change results by rounding at most.
     dynamic_rope_length: with dynamic rope, every sequence is computed as transformers computes one
     of this length; None: of the model's own length, and longer sequences are refused.
+    sampling_defaults: what requests by OpenAI's and Anthropic's rules sample by where they leave it
+    out.
     tool_parser: how tool calls are found in answers.
     reasoning_parser: how the reasoning of answers is found, and kept out of their text.
     s3: the service of an S3 address.
@@ -113,6 +116,7 @@ class ModelConfig(Config):
     quantize: Quantize = Quantize.NONE
     dequantised_fraction: float = Field(default=0.15, ge=0, lt=1)
     dynamic_rope_length: PositiveInt | None = None
+    sampling_defaults: SamplingDefaults = SamplingDefaults.OPENAI
     tool_parser: ToolParser = ToolParser.AUTO
     reasoning_parser: ReasoningParser = ReasoningParser.AUTO
     s3: S3ServiceConfig = S3ServiceConfig()

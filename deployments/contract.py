@@ -178,6 +178,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
     startup_info: what start-up selected (device, attention backend, pages), as `chosen` in /info.
     healthy: False while the ranks are being rebuilt.
     task: what the base model is for.
+    sampling_defaults: fields of requests by OpenAI's and Anthropic's rules, where they leave them
+    out.
     asleep: no rank runs, because an operator wants it so.
     """
 
@@ -198,6 +200,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     adapters: list[AdapterInfo]
     healthy: bool
     task: ModelTask = ModelTask()
+    sampling_defaults: dict[str, float] = {}
     asleep: bool = False
 
 

@@ -14,6 +14,7 @@ from configs.catalogue import merged
 from configs.engine import EngineConfig
 from configs.kv_groups import held_tokens
 from configs.runtime import RuntimeConfig, with_runtime
+from configs.sampling_defaults import SamplingDefaults, recommended_sampling
 from configs.wire.adapters import AdapterError, AdapterReference
 from configs.wire.tasks import TaskKind
 from configs.wire.templates import TemplateSource
@@ -295,6 +296,8 @@ class DriverEngine:
         limits, longest = self._limits, capacity.longest_sequence
         # A prompt leaves room for one token, where tokens are generated.
         room = longest - int(task.task is TaskKind.GENERATE)
+        sampling = self._sampling_defaults()
+        said = ", ".join(f"{name} {value}" for name, value in sampling.items())
         return EngineInfo(
             model_id=self._config.model.id,
             model_name=self._config.model.served_name,
@@ -311,13 +314,20 @@ class DriverEngine:
             max_queued=limits.max_queued,
             startup_info={
                 "task": task.task.value,
+                **({"sampling defaults": said} if said else {}),
                 **startup_info(self.ranks, self._config.speculation),
             },
             adapters=await self._listing(),
             healthy=self.healthy,
             task=task,
+            sampling_defaults=sampling,
             asleep=self._gate.asleep,
         )
+
+    def _sampling_defaults(self) -> dict[str, float]:
+        if self._config.model.sampling_defaults is SamplingDefaults.OPENAI:
+            return {}
+        return recommended_sampling(self._folder)
 
     async def _listing(self) -> list[AdapterInfo]:
         """Every adapter by its own name, then the names that were given to others."""

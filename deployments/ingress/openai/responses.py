@@ -26,7 +26,7 @@ def routes(engine: EngineClient) -> APIRouter:
         except RequestError as error:
             raise renamed(error, NAMES) from error
         tokenizer = served.tokenizer if body.wants_logprobs else None
-        writer = ResponseWriter(body.model, echoed(body), chat_job.answers, tokenizer)
+        writer = ResponseWriter(body.model, echoed(body, served.info), chat_job.answers, tokenizer)
         return await answer(request, engine, chat_job.job, writer, bool(body.stream))
 
     return router

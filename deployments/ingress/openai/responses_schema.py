@@ -15,6 +15,7 @@ from pydantic import (
 )
 
 from configs.reading import is_encodable
+from deployments.contract import EngineInfo
 from deployments.ingress.http.body_lists import Items, at_most
 from deployments.ingress.http.errors import invalid
 from deployments.ingress.http.unicode import Unicode
@@ -246,8 +247,9 @@ def _chat_choice(choice: str | Mapping[str, Any] | None) -> str | dict[str, Any]
     return dict(choice)
 
 
-def echoed(body: ResponsesBody) -> dict[str, Any]:
+def echoed(body: ResponsesBody, info: EngineInfo) -> dict[str, Any]:
     """The fields of the request that the response repeats."""
+    defaults = {"temperature": 1.0, "top_p": 1.0, **info.sampling_defaults}
     shown = body.text.format if body.text is not None else None
     return {
         "instructions": body.instructions,
@@ -255,12 +257,12 @@ def echoed(body: ResponsesBody) -> dict[str, Any]:
         "metadata": body.metadata or {},
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
-        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "temperature": defaults["temperature"] if body.temperature is None else body.temperature,
         "text": {"format": shown or {"type": "text"}},
         "tool_choice": _echoed_choice(body.tool_choice or "auto"),
         "tools": [_echoed_tool(tool) for tool in body.tools or ()],
         "top_logprobs": body.top_logprobs or 0,
-        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "top_p": defaults["top_p"] if body.top_p is None else body.top_p,
     }
 
 

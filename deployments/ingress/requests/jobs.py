@@ -156,6 +156,7 @@ def job_of(
 ) -> GenerationJob:
     """The job: for each prompt its candidates, in order."""
     check_endings(constraint, _ignores_end(body), body.min_tokens or 0)
+    body = with_defaults(body, info)
     seed = secrets.randbits(63) if body.seed is None else body.seed
     sequences = [
         SequenceRequest(
@@ -190,6 +191,13 @@ def job_of(
         cache_salt=body.cache_salt or "",
         started=caller.started,
     )
+
+
+def with_defaults(body: Body, info: EngineInfo) -> Body:
+    """The request, with the server's sampling where it leaves its own out."""
+    given = info.sampling_defaults.items()
+    left_out = {name: value for name, value in given if getattr(body, name) is None}
+    return body.model_copy(update=left_out) if left_out else body
 
 
 def _stopping(body: Body, num_prompt: int, info: EngineInfo) -> Stopping:

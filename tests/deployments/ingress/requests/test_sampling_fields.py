@@ -17,6 +17,10 @@ def last(driver: FakeDriver) -> Sampling:
     return driver.requests[-1].sequences[0].sampling
 
 
+def recommend(driver: FakeDriver, **defaults: float) -> None:
+    driver.info = msgspec.structs.replace(driver.info, sampling_defaults=defaults)
+
+
 def penalised(sampling: Sampling) -> Sampling:
     return msgspec.structs.replace(sampling, **PENALTIES)
 
@@ -42,6 +46,19 @@ class TestOpenAI:
             temperature=1.0, min_p=0.1, typical_p=0.8, watermark=True, seed=3,
             logit_bias=((5, -100.0), (7, 2.5)),
         ))  # fmt: skip
+
+    def test_what_a_request_leaves_out_is_the_servers(
+        self, http: httpx.Client, driver: FakeDriver, path: str, prompt: dict[str, Any]
+    ) -> None:
+        recommend(driver, temperature=0.6, top_p=0.9, top_k=20, repetition_penalty=1.1)
+        post(http, path, **prompt, seed=3)
+        assert last(driver) == Sampling(
+            temperature=0.6, top_k=20, top_p=0.9, repetition_penalty=1.1, seed=3
+        )
+        post(http, path, **prompt, seed=3, top_k=-1, top_p=1, repetition_penalty=1)
+        assert last(driver) == Sampling(seed=3, temperature=0.6)
+        post(http, path, **prompt, seed=3, temperature=0)
+        assert last(driver) == Sampling(repetition_penalty=1.1, seed=3)
 
     def test_greedy_requests_keep_fields_that_change_logits(
         self, http: httpx.Client, driver: FakeDriver, path: str, prompt: dict[str, Any]
@@ -106,3 +123,17 @@ def test_alternatives(http: httpx.Client, driver: FakeDriver) -> None:
     assert all('"alternative_tokens":[{' in event for event in events)
     generate(http, return_k_alternatives=3)
     assert last(driver).logprobs == -1
+
+
+def test_other_dialects_have_the_servers_sampling_by_their_own_rules(
+    http: httpx.Client, driver: FakeDriver
+) -> None:
+    recommend(driver, temperature=0.6, top_p=0.9)
+    reply = http.post("/v1/responses", json={"model": "tiny", "input": "hello", "top_p": 0.5})
+    assert (reply.json()["temperature"], reply.json()["top_p"]) == (0.6, 0.5)
+    assert (last(driver).temperature, last(driver).top_p) == (0.6, 0.5)
+    messages = {"model": "tiny", "messages": HELLO, "max_tokens": 4}
+    assert http.post("/v1/messages", json=messages).status_code == 200
+    assert (last(driver).temperature, last(driver).top_p) == (0.6, 0.9)
+    generate(http, max_new_tokens=4)
+    assert last(driver).temperature == 0  # LoRAX's routes: greedy by themselves.
