@@ -72,6 +72,13 @@ DECODERS: dict[str, Decoder] = {
     "gemma3_text": Decoder(
         "Gemma3ForCausalLM", unsaid={**_GEMMA, "vocab_size": 262208, "num_hidden_layers": 26}
     ),
+    "gemma3n_text": Decoder(
+        "Gemma3nForCausalLM",
+        unsaid={
+            "vocab_size": 262400, "num_hidden_layers": 35, "max_position_embeddings": 32768
+        },
+        is_capped=True,
+    ),
     "gemma4_text": Decoder("Gemma4ForCausalLM", unsaid=_GEMMA, is_capped=True),
     "gemma4_unified_text": Decoder(
         "Gemma4UnifiedForCausalLM",

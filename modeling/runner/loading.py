@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -95,7 +96,7 @@ def load_model(config: EngineConfig, group: TensorParallel, device: torch.device
     else:
         source = open_checkpoint(folder, config.model.allow_pickle)
         if architecture.is_text_stack:
-            source.keep_part(decoder_name)
+            source.keep_part(partial(decoder_name, parts=architecture.outer_parts))
         dtype = _dtype(config.model.dtype, architecture, stored_dtype(source, folder))
         if config.cache.dtype is CacheDType.FP8:
             scales = stored_scales(source, architecture.num_layers)
@@ -208,6 +209,8 @@ def with_other_models(
             others += outer_paths(each.module)
         if each.kind in (ProjectionKind.LINEAR, ProjectionKind.EMBEDDING_TOKENS, *ROUTED_KINDS):
             others += (each.module.partition(".")[2],)
+        if each.kind is ProjectionKind.EMBEDDING_TOKENS:
+            each = replace(each, outer_parts=architecture.outer_parts)
         aliases = (*each.aliases, *others)
         named.append(replace(each, aliases=aliases, has_bias=each.has_bias or index in biased))
     whole = whole_projections(model.projections, whole_linears)

@@ -60,6 +60,20 @@ PUBLISHED: dict[str, dict[str, Any]] = {
             "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
         },
     },
+    "gemma3n": {
+        "eos_token_id": [1, 106], "torch_dtype": "bfloat16", "image_token_id": 262145,
+        "audio_config": {"hidden_size": 1536, "vocab_offset": 262272, "vocab_size": 128},
+        "text_config": {
+            "activation_sparsity_pattern": [0.95] * 10 + [0.0] * 20, "head_dim": 256,
+            "final_logit_softcapping": 30.0, "hidden_size": 2048, "intermediate_size": [8192] * 30,
+            "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 6,
+            "model_type": "gemma3n_text", "num_hidden_layers": 30, "num_kv_shared_layers": 10,
+            "query_pre_attn_scalar": 256, "rope_local_base_freq": 10000.0, "rope_scaling": None,
+            "rope_theta": 1000000.0, "sliding_window": 512, "torch_dtype": "bfloat16",
+            "vocab_size": 262400, "vocab_size_per_layer_input": 262144,
+        },
+        "vision_config": {"hidden_size": 2048, "vocab_offset": 262144, "vocab_size": 128},
+    },
     "llava": {
         "vocab_size": 32064, "torch_dtype": "float16",
         "text_config": {

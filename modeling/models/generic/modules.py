@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from modeling.adapters.linear import AdapterColumnLinear, AdapterRowLinear
 from modeling.adapters.vocabulary import embed_adapted, logits_adapted
+from modeling.models.generic.outer_rows import OuterRows
 from modeling.models.generic.step import CurrentStep
 from sharding.embedding import ParallelHead, VocabParallelEmbedding
 from sharding.linear import ColumnParallelLinear, RowParallelLinear
@@ -88,13 +89,21 @@ class MergedPart(nn.Module):
 
 
 class GenericEmbedding(nn.Module):
-    """The tokens' embedding with the step's adapters; scale: what transformers multiplies it by."""
+    """The tokens' embedding with the step's adapters.
+
+    scale: what transformers multiplies it by. outer: of tokens that it does not embed.
+    """
 
     def __init__(
-        self, base: VocabParallelEmbedding, step: CurrentStep, scale: Tensor | None
+        self,
+        base: VocabParallelEmbedding,
+        step: CurrentStep,
+        scale: Tensor | None,
+        outer: OuterRows | None,
     ) -> None:
         super().__init__()
         self.base = base
+        self.outer = outer
         self._step = step
         self._scale = scale
 
@@ -106,7 +115,8 @@ class GenericEmbedding(nn.Module):
     def forward(self, input_ids: Tensor) -> Tensor:
         """int64 [1, tokens] to [1, tokens, hidden], the same on every rank."""
         found = embed_adapted(self.base, input_ids[0], self._step.adapter_data)
-        return (found if self._scale is None else found * self._scale)[None]
+        found = found if self._scale is None else found * self._scale
+        return (found if self.outer is None else self.outer(found, input_ids[0]))[None]
 
 
 class GenericHead(nn.Module):
