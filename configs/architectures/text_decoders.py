@@ -12,7 +12,7 @@ class Decoder:
     architecture: the causal class that computes the same. model_type: that class's; None: it is the
     decoder's own. unsaid: transformers' numbers for what files leave out. fixed: what it computes
     whatever its config says. splits_width: whether a head must be hidden_size / num_attention_heads
-    wide. is_capped: whether its larger models heed final_logit_softcapping.
+    wide. capped_in: the larger model's class that heeds final_logit_softcapping.
     """
 
     architecture: str
@@ -20,7 +20,7 @@ class Decoder:
     unsaid: Mapping[str, Any] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)
     splits_width: bool = False
-    is_capped: bool = False
+    capped_in: str | None = None
 
 
 def _sizes(
@@ -75,15 +75,18 @@ DECODERS: dict[str, Decoder] = {
     "gemma3n_text": Decoder(
         "Gemma3nForCausalLM",
         unsaid={
-            "vocab_size": 262400, "num_hidden_layers": 35, "max_position_embeddings": 32768
+            "vocab_size": 262400, "num_hidden_layers": 35, "max_position_embeddings": 32768,
+            "final_logit_softcapping": 30.0,
         },
-        is_capped=True,
+        capped_in="Gemma3nForConditionalGeneration",
     ),
-    "gemma4_text": Decoder("Gemma4ForCausalLM", unsaid=_GEMMA, is_capped=True),
+    "gemma4_text": Decoder(
+        "Gemma4ForCausalLM", unsaid=_GEMMA, capped_in="Gemma4ForConditionalGeneration"
+    ),
     "gemma4_unified_text": Decoder(
         "Gemma4UnifiedForCausalLM",
         unsaid={**_GEMMA, "max_position_embeddings": 262144},
-        is_capped=True,
+        capped_in="Gemma4UnifiedForConditionalGeneration",
     ),
     "glm4v_moe_text": Decoder(
         "Glm4MoeForCausalLM",

@@ -144,11 +144,11 @@ def text_config(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
             f"known: {', '.join(sorted(DECODERS))}"
         )
     decoder = DECODERS[kind]
-    if text.get("final_logit_softcapping") is not None and not decoder.is_capped:
-        # Most larger models' classes have a head of their own, which does not know it.
-        raise ArchitectureError(f"{name}: final_logit_softcapping is not served inside of it")
     shared = {key: config[key] for key in _SHARED if config.get(key) is not None}
     fields = {**decoder.unsaid, **text, **decoder.fixed}
+    if fields.get("final_logit_softcapping") is not None and decoder.capped_in != name:
+        # Most larger models' classes have a head of their own, which does not know it.
+        raise ArchitectureError(f"{name}: final_logit_softcapping is not served inside of it")
     if "use_sliding_window" in decoder.fixed:
         # Its attention has no window, but the cache of transformers forgets by one.
         refuse_unserved(name, text, fields["max_position_embeddings"])

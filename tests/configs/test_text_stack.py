@@ -42,7 +42,7 @@ def test_a_generic_decoder_too() -> None:
     assert (spec.architecture, spec.is_text_stack) == ("Gemma3ForCausalLM", True)
 
 
-@pytest.mark.parametrize("name", ["Gemma3ForCausalLM", "Emu3ForCausalLM"])
+@pytest.mark.parametrize("name", ["Gemma3ForCausalLM", "Gemma3nForCausalLM", "Emu3ForCausalLM"])
 def test_a_decoders_class_that_transformers_makes_of_no_larger_models_config(name: str) -> None:
     with pytest.raises(ArchitectureError, match=f"names {name}, but .*: name the larger model's"):
         parse_architecture({"architectures": [name], "text_config": TEXT})
@@ -198,10 +198,11 @@ def test_files_that_name_class_and_decoder_otherwise() -> None:
 
 @pytest.mark.parametrize("kind", DECODERS)
 def test_what_a_file_leaves_unsaid_is_what_transformers_takes(kind: str) -> None:
-    fields = {"architectures": [LLAVA], "text_config": {"model_type": kind}}
+    name = DECODERS[kind].capped_in or LLAVA
+    fields = {"architectures": [name], "text_config": {"model_type": kind}}
     own = CONFIG_MAPPING[kind]()
     _same_as_transformers(parse_architecture(fields), own)
-    _same_settings(text_config(LLAVA, fields), own)
+    _same_settings(text_config(name, fields), own)
 
 
 @pytest.mark.parametrize("name", sorted(WRAPPERS))
@@ -229,6 +230,8 @@ def test_ends_are_tied_where_either_config_says_so(outer: Any, inner: Any, tied:
         ({"architectures": ["PaliGemmaForConditionalGeneration"]}, "PaliGemma.* is not served"),
         ({"text_config": {**TEXT, "model_type": "t5"}}, "model_type t5 is not served"),
         ({"text_config": {**TEXT, "final_logit_softcapping": 30.0}}, "final_logit_softcapping"),
+        # It has a cap unless it is told, and gets its inputs by layer in a class of its own alone.
+        ({"text_config": {**TEXT, "model_type": "gemma3n_text"}}, "final_logit_softcapping"),
         (
             {"text_config": {**TEXT, "model_type": "glm4v_text", "head_dim": 16}},
             r"head_dim \(16\) must be hidden_size / num_attention_heads \(8\)",
