@@ -36,7 +36,7 @@ class OuterRows(nn.Module):
         return torch.where((index >= 0).unsqueeze(-1), own, embedded)
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def _rows(tokens: OuterTokens, hidden: int, weights: Weights) -> Tensor:
     """Read one part, and compute [count, hidden]."""
     path, width = f"model.{tokens.part}", tokens.width
