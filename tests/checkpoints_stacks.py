@@ -4,11 +4,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers import CONFIG_MAPPING
+from torch import nn
+from transformers import CONFIG_MAPPING, AutoModel, PreTrainedModel
 from transformers.models.auto import modeling_auto
+from transformers.models.gemma3n.configuration_gemma3n import Gemma3nVisionConfig
 
 from tests.checkpoints import AdapterRecipe
 from tests.checkpoints_experts import EXPERT_ADAPTERS
@@ -54,6 +57,16 @@ _COHERE = {
     **_TEXT, "model_type": "cohere2", "layer_types": MIXED[:2], "sliding_window": WINDOW,
     "logit_scale": 0.5,
 }  # fmt: skip
+_GEMMA3N = {
+    **SHAPE, "layer_types": MIXED, "sliding_window": WINDOW, "num_kv_shared_layers": 2,
+    "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0], "laurel_rank": 8,
+    "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64,
+    "final_logit_softcapping": 5.0,
+}  # fmt: skip
+_CONFORMER = {
+    "hidden_size": 16, "input_feat_size": 8, "conf_num_attention_heads": 2,
+    "conf_num_hidden_layers": 1, "sscp_conv_channel_size": [4, 4],
+}  # fmt: skip
 _QWEN_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _GPT_OSS = {
     "num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": MIXED[:2],
@@ -80,6 +93,32 @@ STACKS: dict[str, dict[str, Any]] = {
     "gemma3": {
         "text_config": {**_TEXT, "layer_types": MIXED[:2], "sliding_window": WINDOW},
         "vision_config": _VISION,
+    },
+    "gemma3n": {
+        "text_config": _GEMMA3N,
+        "vision_config": {"hidden_size": 24, "vocab_size": 16, "vocab_offset": 64},
+        "audio_config": {**_CONFORMER, "vocab_size": 16, "vocab_offset": 80},
+    },
+    "gemma3n_images": {
+        "model_type": "gemma3n",
+        "text_config": _GEMMA3N,
+        "vision_config": {"hidden_size": 24, "vocab_size": 40, "vocab_offset": 64},
+        "audio_config": {**_CONFORMER, "vocab_size": 16, "vocab_offset": 200},
+    },
+    "gemma3n_sound": {
+        "model_type": "gemma3n",
+        "text_config": _GEMMA3N,
+        "vision_config": {"hidden_size": 24, "vocab_size": 8, "vocab_offset": 88},
+        "audio_config": {**_CONFORMER, "vocab_size": 40, "vocab_offset": 60},
+    },
+    "gemma3n_published": {
+        "model_type": "gemma3n",
+        "text_config": {
+            **_GEMMA3N, "vocab_size": 262400, "vocab_size_per_layer_input": 262144,
+            "final_logit_softcapping": 30.0,
+        },
+        "vision_config": {"hidden_size": 24},
+        "audio_config": _CONFORMER,
     },
     "gemma4": {
         "text_config": {
@@ -443,6 +482,28 @@ STACKS: dict[str, dict[str, Any]] = {
 """Fields of each kind's config."""
 
 
+class Gemma3nTower(PreTrainedModel):  # type: ignore[no-untyped-call]
+    """Stands where Gemma 3n has a tower of timm's, which no text goes through."""
+
+    config_class = Gemma3nVisionConfig
+
+    def __init__(self, config: Gemma3nVisionConfig) -> None:
+        super().__init__(config)
+        self.q_proj = nn.Linear(8, 8)
+        self.post_init()  # type: ignore[no-untyped-call]
+
+
+AutoModel.register(Gemma3nVisionConfig, Gemma3nTower, exist_ok=True)
+
+
+def _need_tower(config: Any) -> None:
+    """Skip a test where transformers takes no class of ours for a config of its own."""
+    try:
+        AutoModel.from_config(config)  # type: ignore[no-untyped-call]
+    except ImportError:
+        pytest.skip(f"transformers {transformers.__version__} has timm's tower alone")
+
+
 _PLACEHOLDERS = tuple(
     f"{what}_token_{suffix}" for what in ("image", "audio", "video") for suffix in ("id", "index")
 )
@@ -468,6 +529,8 @@ def write_stack(folder: Path, variant: str) -> Path:
     kind = fields.pop("model_type", stack)
     config = CONFIG_MAPPING[kind](**{**fields, **dict.fromkeys(_PLACEHOLDERS, IMAGE)})
     made: Any = getattr(transformers, _class_of(kind))
+    if kind == "gemma3n":
+        _need_tower(config.vision_config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = made(config).float()
@@ -542,3 +605,33 @@ STACK_ADAPTERS = {
     "experts": EXPERT_ADAPTERS["parameters"],
     "tower": AdapterRecipe(target_modules=r".*vision_tower.*\.(q_proj|fc1)"),
 }
+
+_EVERY_LINEAR = (
+    r".*language_model\.(?:.*\.)?(?:\w+_proj|\w+_coefs|modality_router|linear_\w+"
+    r"|per_layer_input_gate|per_layer_(?:model_)?projection|altup_\w+\.\d)"
+)
+
+OUTER_ADAPTERS = {
+    "all": AdapterRecipe(r=8, alpha=16.0, target_modules=_EVERY_LINEAR, seed=12, std=0.05),
+    "ends": AdapterRecipe(
+        r=4,
+        target_modules=rf"{_EVERY_LINEAR}|.*language_model\.embed_tokens|lm_head",
+        seed=23,
+        std=0.05,
+        save_embeddings=True,
+    ),
+    "tokens": AdapterRecipe(
+        target_modules=r".*language_model.*q_proj",
+        seed=24,
+        extra={"trainable_token_indices": [5, 9, 66, 70, 82, 90, 95]},
+    ),
+    "whole": AdapterRecipe(
+        target_modules=r".*language_model.*q_proj",
+        seed=26,
+        extra={"modules_to_save": ["embed_tokens", "lm_head"]},
+    ),
+    "outer": AdapterRecipe(
+        target_modules=r".*(?:embed_(?:vision|audio).*projection|language_model.*q_proj)", seed=27
+    ),
+}
+"""For Gemma 3n. outer: changes the vectors of images' and sound's tokens, too."""

@@ -84,6 +84,11 @@ class ModelArchitecture(Config):
         return self.max_position_embeddings
 
     @property
+    def outer_parts(self) -> tuple[str, ...]:
+        """The parts of a larger model that are read beside its decoder."""
+        return ()
+
+    @property
     def longer_advice(self) -> str:
         """What to do where sequences shall be longer; a part of the error text."""
         return "lower it"

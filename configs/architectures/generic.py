@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from configs.architectures import not_paged, padded
 from configs.architectures.base import ArchitectureError, ModelArchitecture
+from configs.architectures.outer_tokens import OuterTokens
 
 PAGED_TYPES = frozenset(
     (
@@ -66,12 +67,19 @@ class GenericArchitecture(ModelArchitecture):
     settings: the whole config.json, for transformers' own config class.
     expert_parallel: whether ranks have whole experts.
     padded_tokens: tokens for images and sound, which are embedded as pad_token.
+    outer_tokens: those that other parts of a larger model embed, the vocabulary's last.
     """
 
     settings: dict[str, Any]
     expert_parallel: bool = False
     padded_tokens: tuple[int, ...] = ()
     pad_token: int = 0
+    outer_tokens: tuple[OuterTokens, ...] = ()
+
+    @property
+    def outer_parts(self) -> tuple[str, ...]:
+        """Those that embed some tokens."""
+        return tuple(tokens.part for tokens in self.outer_tokens)
 
     def with_expert_parallel(self, wanted: bool) -> Self:
         """The same model; whether it has experts is seen when its modules are built."""

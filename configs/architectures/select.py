@@ -9,6 +9,7 @@ from configs.architectures import (
     classifiers,
     encoders,
     generic,
+    outer_tokens,
     padded,
     sentence_transformers,
     text_stack,
@@ -146,6 +147,7 @@ def _text_stack(name: str, config: Mapping[str, Any]) -> ModelArchitecture:
     if isinstance(found, generic.GenericArchitecture):
         padded_tokens, pad_token = text_stack.padding_of(name, config)
         update |= {"padded_tokens": padded_tokens, "pad_token": pad_token}
+        update["outer_tokens"] = outer_tokens.outer_tokens(name, config, found.vocab_size)
     return found.model_copy(update=update)
 
 

@@ -12,8 +12,8 @@ class Decoder:
     architecture: the causal class that computes the same. model_type: that class's; None: it is the
     decoder's own. unsaid: transformers' numbers for what files leave out. fixed: what it computes
     whatever its config says. derives_width: whether a head is hidden_size / num_attention_heads
-    wide where files leave head_dim out. splits_width: whether it must be. is_capped: whether its
-    larger models heed final_logit_softcapping. has_sections: whether its own code reads
+    wide where files leave head_dim out. splits_width: whether it must be. capped_in: the larger
+    model's class that heeds final_logit_softcapping. has_sections: whether its own code reads
     mrope_section.
     """
 
@@ -23,7 +23,7 @@ class Decoder:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     derives_width: bool = False
     splits_width: bool = False
-    is_capped: bool = False
+    capped_in: str | None = None
     has_sections: bool = False
 
 
@@ -95,11 +95,21 @@ DECODERS: dict[str, Decoder] = {
     "gemma3_text": Decoder(
         "Gemma3ForCausalLM", unsaid={**_GEMMA, "vocab_size": 262208, "num_hidden_layers": 26}
     ),
-    "gemma4_text": Decoder("Gemma4ForCausalLM", unsaid=_GEMMA, is_capped=True),
+    "gemma3n_text": Decoder(
+        "Gemma3nForCausalLM",
+        unsaid={
+            "vocab_size": 262400, "num_hidden_layers": 35, "max_position_embeddings": 32768,
+            "final_logit_softcapping": 30.0,
+        },
+        capped_in="Gemma3nForConditionalGeneration",
+    ),
+    "gemma4_text": Decoder(
+        "Gemma4ForCausalLM", unsaid=_GEMMA, capped_in="Gemma4ForConditionalGeneration"
+    ),
     "gemma4_unified_text": Decoder(
         "Gemma4UnifiedForCausalLM",
         unsaid={**_GEMMA, "max_position_embeddings": 262144},
-        is_capped=True,
+        capped_in="Gemma4UnifiedForConditionalGeneration",
     ),
     "glm4v_moe_text": Decoder(
         "Glm4MoeForCausalLM",
@@ -188,7 +198,7 @@ DECODERS: dict[str, Decoder] = {
         unsaid={
             "vocab_size": 202048, "num_hidden_layers": 52, "max_position_embeddings": 131072
         },
-        is_capped=True,
+        capped_in="MuseGlimmerForConditionalGeneration",
     ),
     "paddleocr_vl_text": Decoder(
         "PaddleOCRForCausalLM",

@@ -4,7 +4,7 @@ Beside text alone such a model computes what its decoder computes, so the decode
 the model that it is by itself, from the tensors that are its own.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from configs.architectures.base import ArchitectureError, refuse_unserved
@@ -23,6 +23,7 @@ _KINDS = {
         ("emu3_text_model", ("Emu3",)),
         ("exaone4", ("Exaone4_5_",)),
         ("gemma3_text", ("Gemma3",)),
+        ("gemma3n_text", ("Gemma3n",)),
         ("gemma4_text", ("Gemma4",)),
         ("gemma4_unified_text", ("Gemma4Unified",)),
         ("glm4v_moe_text", ("Glm4vMoe",)),
@@ -107,7 +108,7 @@ _FLAT = {
 _TIED = frozenset(
     f"{name}{SUFFIX}"
     for name in (
-        "AyaVision", "Cohere2Vision", "DeepseekVL", "DeepseekVLHybrid", "Gemma3",
+        "AyaVision", "Cohere2Vision", "DeepseekVL", "DeepseekVLHybrid", "Gemma3", "Gemma3n",
         "Gemma4", "Gemma4Unified", "GotOcr2", "GraniteDocling", "HunYuanVL", "HyperCLOVAXVisionV2",
         "InternVL", "Janus", "Kimi_K25", "Lfm2Vl", "Lfm3Vl", "LightOnOcr", "MiniCPMOcr", "Mistral3",
         "Ovis2", "PaddleOCRVL",
@@ -153,11 +154,11 @@ def text_config(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
             f"known: {', '.join(sorted(DECODERS))}"
         )
     decoder = DECODERS[kind]
-    if text.get("final_logit_softcapping") is not None and not decoder.is_capped:
-        # Most larger models' classes have a head of their own, which does not know it.
-        raise ArchitectureError(f"{name}: final_logit_softcapping is not served inside of it")
     shared = {key: config[key] for key in _SHARED if config.get(key) is not None}
     fields = {**decoder.unsaid, **text, **decoder.fixed}
+    if fields.get("final_logit_softcapping") is not None and decoder.capped_in != name:
+        # Most larger models' classes have a head of their own, which does not know it.
+        raise ArchitectureError(f"{name}: final_logit_softcapping is not served inside of it")
     if "use_sliding_window" in decoder.fixed:
         # Its attention has no window, but the cache of transformers forgets by one.
         refuse_unserved(name, text, fields["max_position_embeddings"])
@@ -233,8 +234,14 @@ DECODER_PREFIXES = {
 4 and 5 and the models' own repositories write them. All others are left unread."""
 
 
-def decoder_name(name: str) -> str | None:
-    """Return the decoder's own name of a larger checkpoint's tensor; None for another part's."""
+def decoder_name(name: str, parts: Collection[str] = ()) -> str | None:
+    """Return the decoder's own name of a larger checkpoint's tensor; None for another part's.
+
+    parts: others that are read, under the names that they have, but for the norm of what towers
+    make of images and sound.
+    """
+    if not parts_of(name).isdisjoint(parts):
+        return None if ".soft_embedding_norm." in name else name
     for prefix, own in DECODER_PREFIXES.items():
         if name.startswith(prefix):
             return own + name.removeprefix(prefix)
@@ -256,7 +263,12 @@ _OTHER_PARTS = frozenset(
 
 def is_other_part(path: str) -> bool:
     """Whether a path in a larger model is of what text does not go through."""
-    return not _OTHER_PARTS.isdisjoint(path.split(".")[:2])
+    return not _OTHER_PARTS.isdisjoint(parts_of(path))
+
+
+def parts_of(path: str) -> frozenset[str]:
+    """Return what a path in a larger model may begin with: the names of parts."""
+    return frozenset(path.split(".")[:2])
 
 
 def outer_paths(path: str) -> tuple[str, ...]:

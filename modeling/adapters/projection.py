@@ -197,6 +197,7 @@ class Projection:
     has one expert's rows in all of those layers.
     replaces: for whole linear maps, the index of the map's own projection. copies: the pages of
     their pool, and of that of draft heads. blocks: how many 8 rows are one layer's.
+    outer_parts: for tokens of the embedding, the larger model's parts that embed some themselves.
 
     A whole matrix [token ids, hidden] is one page of its pool: each 8 of its rows count as a layer,
     and `inputs` is the hidden size. A classification head [labels, hidden] takes a page for each 8
@@ -225,6 +226,7 @@ class Projection:
     replaces: int = -1
     copies: int = 0
     blocks: int = 1
+    outer_parts: tuple[str, ...] = ()
 
     @property
     def base_rows(self) -> BaseRows:

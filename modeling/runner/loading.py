@@ -98,7 +98,8 @@ def load_model(config: EngineConfig, group: TensorParallel, device: torch.device
             # Here, not above: other models start without transformers.
             from modeling.models.larger_names import decoder_names
 
-            source.keep_part(decoder_names(architecture.larger_type))
+            names = decoder_names(architecture.larger_type, architecture.outer_parts)
+            source.keep_part(names)
         dtype = _dtype(config.model.dtype, architecture, stored_dtype(source, folder))
         if config.cache.dtype is CacheDType.FP8:
             scales = stored_scales(source, architecture.num_layers)
@@ -211,6 +212,8 @@ def with_other_models(
             others += outer_paths(each.module)
         if each.kind in (ProjectionKind.LINEAR, ProjectionKind.EMBEDDING_TOKENS, *ROUTED_KINDS):
             others += (each.module.partition(".")[2],)
+        if each.kind is ProjectionKind.EMBEDDING_TOKENS:
+            each = replace(each, outer_parts=architecture.outer_parts)
         aliases = (*each.aliases, *others)
         named.append(replace(each, aliases=aliases, has_bias=each.has_bias or index in biased))
     whole = whole_projections(model.projections, whole_linears)

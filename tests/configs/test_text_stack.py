@@ -42,7 +42,7 @@ def test_a_generic_decoder_too() -> None:
     assert (spec.architecture, spec.is_text_stack) == ("Gemma3ForCausalLM", True)
 
 
-@pytest.mark.parametrize("name", ["Gemma3ForCausalLM", "Emu3ForCausalLM"])
+@pytest.mark.parametrize("name", ["Gemma3ForCausalLM", "Gemma3nForCausalLM", "Emu3ForCausalLM"])
 def test_a_decoders_class_that_transformers_makes_of_no_larger_models_config(name: str) -> None:
     with pytest.raises(ArchitectureError, match=f"names {name}, but .*: name the larger model's"):
         parse_architecture({"architectures": [name], "text_config": TEXT})
@@ -59,6 +59,20 @@ PUBLISHED: dict[str, dict[str, Any]] = {
             "num_hidden_layers": 34, "sliding_window": 1024,
             "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
         },
+    },
+    "gemma3n": {
+        "eos_token_id": [1, 106], "torch_dtype": "bfloat16", "image_token_id": 262145,
+        "audio_config": {"hidden_size": 1536, "vocab_offset": 262272, "vocab_size": 128},
+        "text_config": {
+            "activation_sparsity_pattern": [0.95] * 10 + [0.0] * 20, "head_dim": 256,
+            "final_logit_softcapping": 30.0, "hidden_size": 2048, "intermediate_size": [8192] * 30,
+            "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 6,
+            "model_type": "gemma3n_text", "num_hidden_layers": 30, "num_kv_shared_layers": 10,
+            "query_pre_attn_scalar": 256, "rope_local_base_freq": 10000.0, "rope_scaling": None,
+            "rope_theta": 1000000.0, "sliding_window": 512, "torch_dtype": "bfloat16",
+            "vocab_size": 262400, "vocab_size_per_layer_input": 262144,
+        },
+        "vision_config": {"hidden_size": 2048, "vocab_offset": 262144, "vocab_size": 128},
     },
     "llava": {
         "vocab_size": 32064, "torch_dtype": "float16",
@@ -221,10 +235,11 @@ def test_files_that_name_class_and_decoder_otherwise() -> None:
 
 @pytest.mark.parametrize("kind", DECODERS)
 def test_what_a_file_leaves_unsaid_is_what_transformers_takes(kind: str) -> None:
-    fields = {"architectures": [LLAVA], "text_config": {"model_type": kind}}
+    name = DECODERS[kind].capped_in or LLAVA
+    fields = {"architectures": [name], "text_config": {"model_type": kind}}
     own = CONFIG_MAPPING[kind]()
     _same_as_transformers(parse_architecture(fields), own)
-    _same_settings(text_config(LLAVA, fields), own)
+    _same_settings(text_config(name, fields), own)
 
 
 @pytest.mark.parametrize("name", sorted(WRAPPERS))
@@ -252,6 +267,8 @@ def test_ends_are_tied_where_either_config_says_so(outer: Any, inner: Any, tied:
         ({"architectures": ["PaliGemmaForConditionalGeneration"]}, "PaliGemma.* is not served"),
         ({"text_config": {**TEXT, "model_type": "t5"}}, "model_type t5 is not served"),
         ({"text_config": {**TEXT, "final_logit_softcapping": 30.0}}, "final_logit_softcapping"),
+        # It has a cap unless it is told, and gets its inputs by layer in a class of its own alone.
+        ({"text_config": {**TEXT, "model_type": "gemma3n_text"}}, "final_logit_softcapping"),
         (
             {"text_config": {**TEXT, "model_type": "glm4v_text", "head_dim": 16}},
             r"head_dim \(16\) must be hidden_size / num_attention_heads \(8\)",

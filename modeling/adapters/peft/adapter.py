@@ -53,6 +53,7 @@ class PeftAdapter:
     experts: factors of routed experts.
     whole: whole linear maps.
     heads: Medusa heads, in a file of their own; None without.
+    has_idle: whether tensors were left out because all of their numbers are zero.
     """
 
     file: TensorFile
@@ -68,6 +69,7 @@ class PeftAdapter:
     experts: ExpertTensors = field(default_factory=ExpertTensors)
     whole: WholeLinearTensors = field(default_factory=WholeLinearTensors)
     heads: HeadTensors | None = None
+    has_idle: bool = False
     _names: dict[str, FactorNames] = field(default_factory=dict, compare=False, repr=False)
 
     @property

@@ -6,7 +6,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NoReturn
 
-from configs.architectures.text_stack import is_other_part
 from configs.wire.adapters import AdapterRefusal
 from modeling.adapters.faults import Faults, refuse
 from modeling.adapters.peft.activation import check_activation
@@ -29,6 +28,7 @@ from modeling.adapters.peft.heads import find_heads
 from modeling.adapters.peft.joined import join_parts
 from modeling.adapters.peft.names import WEIGHTS_NAME, open_tensors, use_peft_names
 from modeling.adapters.peft.norms import find_norms, without_norms
+from modeling.adapters.peft.other_parts import leave_other_parts
 from modeling.adapters.peft.recipes import Recipes
 from modeling.adapters.peft.score import SCORE_KEY, find_score, without_score
 from modeling.adapters.peft.tensors import FLOATS, check_file_rank, check_shape, check_type
@@ -46,8 +46,6 @@ from sharding.tensor_file import TensorFile
 
 FACTOR = ".lora_"
 """Part of the names of all tensors that are not the base model's."""
-LARGER = "model.language_model."
-"""How paths in larger models begin, among others, where the decoder is served as a part of one."""
 IDLE_SUFFIXES = (".lora_velora_embed",)
 """Suffixes of tensors that only a backward pass reads."""
 
@@ -109,12 +107,13 @@ def _check_file(
         for layer in range(projection.num_layers)
         for module in projection.modules(layer)
     }
-    _leave_other_parts(file, known)
+    outer_parts = {part for projection in projections for part in projection.outer_parts}
+    has_idle = leave_other_parts(file, known, outer_parts)
     file, plan = join_parts(file, plan, known, projections)
     named = {key[len(PREFIX) : key.rfind(FACTOR)] for key in [*file.keys()] if FACTOR in key}
     plan = replace(plan, parts=find_parts(named, known, projections))
     found = find_biases(file.keys(), plan, known)
-    adapter = PeftAdapter(file, plan, known, tuple(projections), biases=found)
+    adapter = PeftAdapter(file, plan, known, tuple(projections), biases=found, has_idle=has_idle)
     faults = Faults()
     adapter = _find_others(adapter, base, faults)
     adapter = replace(adapter, modules=_match(file.keys(), adapter, faults))
@@ -141,22 +140,6 @@ def _check_file(
         check_activation(plan, adapter.projections, adapter.modules.values(), has_whole)
     faults.check()
     return adapter
-
-
-def _leave_other_parts(file: TensorFile, known: Mapping[str, ModulePosition]) -> None:
-    """Leave out what an adapter of a larger model changes beside its decoder.
-
-    Text goes through the decoder alone. known: as a larger model names its modules, if it is one.
-    """
-    if not any(module.startswith(LARGER) for module in known):
-        return
-    others = {key for key in [*file.keys()] if is_other_part(key.removeprefix(PREFIX))}
-    file.leave_out(others)
-    if others and not file.keys():
-        refuse(
-            f"tensor {min(others)}, and all others, adapt what reads images or sound: only the "
-            "model's decoder is served, for text, which this adapter does not change"
-        )
 
 
 def _find_others(adapter: PeftAdapter, base: Mapping[str, BaseRows], faults: Faults) -> PeftAdapter:

@@ -41,8 +41,8 @@ class Recipes:
 
     def keep(self, adapter: PeftAdapter) -> None:
         """Keep what was found of an adapter of factors alone that passed."""
-        tied = adapter.plan.ensure_weight_tying
-        if adapter.other_names or tied or len(adapter.file.header) > MOST_HEADER_BYTES:
+        reads_numbers = adapter.plan.ensure_weight_tying or adapter.has_idle
+        if adapter.other_names or reads_numbers or len(adapter.file.header) > MOST_HEADER_BYTES:
             return
         with self._lock:
             without = replace(adapter, file=adapter.file.without_numbers())

@@ -41,6 +41,7 @@ from modeling.models.generic.modules import (
     keep_inside,
 )
 from modeling.models.generic.names import SourceNames, unread
+from modeling.models.generic.outer_rows import OuterRows
 from modeling.models.generic.reading import read_rest
 from modeling.models.generic.recurrent import RecurrentLayers
 from modeling.models.generic.shared_tail import TYPES, SharedTail, first_shared
@@ -91,7 +92,7 @@ class GenericForCausalLM(nn.Module):
         names = SourceNames(self.causal, weights.names())
         for target, name in names.plain().items():
             weights.stand_in(target, name)
-        self._add_ends(weights, has_bias=not architecture.num_labels)
+        self._add_ends(weights, architecture)
         self.score: Tensor | None = read_score(architecture, weights, self.width)
         self._plan = plan = CutPlan(self.causal.config, prefix, weights.group)
         self.projections: tuple[Projection, ...] = replace_linears(
@@ -236,8 +237,8 @@ class GenericForCausalLM(nn.Module):
         ends = vocabulary_projections(self._ends, self._embedding.base, self._head.base)
         return {f"{path}.weight": end.base_rows for end in ends for path in end.modules(0)}
 
-    def _add_ends(self, weights: Weights, has_bias: bool) -> None:
-        """Replace embedding and head. has_bias: whether a head with a bias finds it."""
+    def _add_ends(self, weights: Weights, architecture: GenericArchitecture) -> None:
+        """Replace embedding and head."""
         causal: Any = self.causal
         embed, head = causal.get_input_embeddings(), causal.get_output_embeddings()
         paths = {module: path for path, module in causal.named_modules()}
@@ -251,10 +252,12 @@ class GenericForCausalLM(nn.Module):
         base = VocabParallelEmbedding(names.embedding, vocab_size, width, weights)
         scale = embedding_scale(embed)
         scale = None if scale is None else scale.to(self.device)
-        self._embedding = GenericEmbedding(base, self._step, scale, embedding_norm(embed))
+        outer = architecture.outer_tokens
+        rows = OuterRows(outer, width, weights) if outer else None
+        self._embedding = GenericEmbedding(base, self._step, scale, embedding_norm(embed), rows)
         whole_head = ParallelHead(names.head, vocab_size, width, weights, base if tied else None)
         bias = None
-        if head.bias is not None and has_bias:
+        if head.bias is not None and not architecture.num_labels:
             bias = weights.parameter(f"{names.head}.bias", (vocab_size,))
         self._head = GenericHead(whole_head, self._step, bias)
         causal.set_submodule(names.embedding, self._embedding)

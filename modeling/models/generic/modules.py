@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from modeling.adapters.linear import AdapterColumnLinear, AdapterRowLinear
 from modeling.adapters.vocabulary import embed_adapted, logits_adapted
+from modeling.models.generic.outer_rows import OuterRows
 from modeling.models.generic.step import CurrentStep
 from sharding.embedding import ParallelHead, VocabParallelEmbedding
 from sharding.linear import ColumnParallelLinear, RowParallelLinear
@@ -93,7 +94,8 @@ class MergedPart(nn.Module):
 class GenericEmbedding(nn.Module):
     """The tokens' embedding with the step's adapters.
 
-    scale: what transformers multiplies it by. norm: what it goes through behind that.
+    scale: what transformers multiplies it by. norm: what it goes through behind that. outer: of
+    tokens that it does not embed.
     """
 
     def __init__(
@@ -102,10 +104,12 @@ class GenericEmbedding(nn.Module):
         step: CurrentStep,
         scale: Tensor | None,
         norm: nn.Module | None,
+        outer: OuterRows | None,
     ) -> None:
         super().__init__()
         self.base = base
         self.norm = norm
+        self.outer = outer
         self._step = step
         self._scale = scale
 
@@ -117,9 +121,9 @@ class GenericEmbedding(nn.Module):
     def forward(self, input_ids: Tensor) -> Tensor:
         """int64 [1, tokens] to [1, tokens, hidden], the same on every rank."""
         found = embed_adapted(self.base, input_ids[0], self._step.adapter_data)
-        if self._scale is not None:
-            found = found * self._scale
-        return (found if self.norm is None else self.norm(found))[None]
+        found = found if self._scale is None else found * self._scale
+        found = found if self.norm is None else self.norm(found)
+        return (found if self.outer is None else self.outer(found, input_ids[0]))[None]
 
 
 class GenericHead(nn.Module):

@@ -50,7 +50,7 @@ from tests.checkpoints_others import (
     write_gpt_neox,
     write_opt,
 )
-from tests.checkpoints_stacks import STACK_ADAPTERS, write_stack
+from tests.checkpoints_stacks import OUTER_ADAPTERS, STACK_ADAPTERS, write_stack
 from tests.modeling.scheduled import Ranks, generate_scheduled
 from tests.modeling.staging import stage
 from tests.modeling.stepping import Answer, Asked, generate
@@ -277,6 +277,7 @@ FAMILIES: dict[str, Family] = {
     "converted_mixtral": Family(write_generic, converted("mixtral")),
     "stack": Family(write_stack, STACK_ADAPTERS),
     "decoder": Family(write_stack, GENERIC_ADAPTERS),
+    "outer": Family(write_stack, OUTER_ADAPTERS),
     "generic_ends": Family(write_generic, GENERIC_ENDS),
     "gpt2": Family(write_gpt2, GPT2_ADAPTERS),
     "opt": Family(write_opt, OPT_ADAPTERS),

@@ -108,7 +108,15 @@ LARGER = [
         ),
     )
     for variant in (
-        *("cohere2_vision", "gemma3", "gemma4", "glm46v", "glm4v_moe", "granite4_vision"),
+        *(
+            "cohere2_vision",
+            "gemma3",
+            "gemma3n",
+            "gemma4",
+            "glm46v",
+            "glm4v_moe",
+            "granite4_vision",
+        ),
         *("hyperclovax_vision_v2", "internvl_gpt_oss", "janus", "kimi_k25", "lfm2_vl", "llama4"),
         *("llava", "mistral3", "ovis2", "qwen2_5_omni_thinker", "qwen2_5_vl_flat", "qwen2_vl"),
         *("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe_turned", "smolvlm", "voxtral"),
@@ -151,7 +159,8 @@ def test_experts_of_larger_models(world: World, variant: str, spread: bool) -> N
 
 @pytest.mark.parametrize("variant", LARGER)
 def test_tokens_of_images_without_an_image(world: World, variant: str) -> None:
-    """Gemma 4 and Kimi embed them as padding, in prompts and in answers; others as they are."""
+    """Gemma 4 and Kimi embed them as padding, in prompts and in answers, Gemma 3n by a table of
+    its own; others as they are."""
     model = world.model("stack", variant)
     config = engine_config(model)
     requests = [

@@ -24,6 +24,7 @@ from modeling.models.generic.cuts import CutPlan, LinearCut, Style
 from modeling.models.generic.model import GenericForCausalLM
 from modeling.models.generic.modules import GenericHead, GenericLinear, MergedColumns
 from modeling.models.generic.norms import FusedRMSNorm, NormedSum
+from modeling.models.generic.outer_rows import OuterRows
 from modeling.models.generic.rotations import RotationForm
 from modeling.models.generic.step import CurrentStep, Heads, PagedLayers, PositionsAsLength
 from modeling.runner.block_tables import BlockTables, GroupLayout, Ints, StepRows
@@ -48,8 +49,9 @@ GEMMA4_CUT = Setting("generic", "gemma4_equal", 2, [BASE, "r8"])
 GRANITE = Setting("generic", "granite_dense", 1, [BASE, "r8"])
 LLAMA4 = Setting("generic", "llama4_text", 1, [BASE])
 LLAMA4_CUT = Setting("generic", "llama4_text", 2, [BASE])
+GEMMA3N = Setting("outer", "gemma3n", 1, [BASE])
 
-SOUND = [GEMMA4, GEMMA4_CUT, GRANITE, LLAMA4, LLAMA4_CUT]
+SOUND = [GEMMA3N, GEMMA4, GEMMA4_CUT, GRANITE, LLAMA4, LLAMA4_CUT]
 SOUND += [GEMMA2, GEMMA2_CUT, MINISTRAL, PHI, COHERE, GPT_OSS, MIXTRAL, MIXTRAL_CUT, GLM4_CUT]
 
 
@@ -429,3 +431,17 @@ def test_keys_that_layers_share_read_from_the_wrong_layer(
     monkeypatch.setattr(step.LayerForms, "layers", layers)
     monkeypatch.setattr(PagedLayers, "_store", lambda self, layer, heads: heads.q.contiguous())
     expect_mismatch(world, GEMMA4)
+
+
+@pytest.mark.parametrize("scale", [0.0, pytest.param(32**0.5, marks=pytest.mark.sweep)])
+def test_tokens_of_images_embedded_as_texts_are(
+    world: World, monkeypatch: pytest.MonkeyPatch, scale: float
+) -> None:
+    """scale: by which their own vectors are multiplied too; 0: the text's table has them."""
+    real = OuterRows.forward
+
+    def forward(self: OuterRows, embedded: Tensor, input_ids: Tensor) -> Tensor:
+        return real(self, embedded / scale, input_ids) * scale if scale else embedded
+
+    monkeypatch.setattr(OuterRows, "forward", forward)
+    expect_mismatch(world, GEMMA3N)
