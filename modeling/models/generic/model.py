@@ -213,11 +213,8 @@ class GenericForCausalLM(nn.Module):
     def adapt_vocabulary(self, whole_ends: bool = False) -> None:
         """Let adapters change the embedding and the head too; see `PagedModel`."""
         if self._embedding.norm is not None:
-            raise ValueError(
-                "adapters.vocabulary: adapters cannot change the embedding of "
-                f"{self.causal.config.model_type}, as PEFT leaves out the norm behind it: set it "
-                "to false"
-            )
+            logger.info("adapters cannot change the ends: PEFT leaves out the embedding's norm")
+            return
         ends = vocabulary_projections(self._ends, self._embedding.base, self._head.base, whole_ends)
         self.projections = (*self.projections, *ends)
 
