@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping
 from importlib import import_module
-from typing import Any
+from typing import Any, Self
 
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 from transformers import (
     CONFIG_MAPPING,
@@ -28,20 +29,47 @@ NOT_TAKEN = (
 """What transformers' classes raise for values that they do not take."""
 
 
-class _LargeOnMeta(TorchFunctionMode):
-    """Makes `torch.empty` take no memory: all weights come from there and are read later.
+_EXPERTS = 3
+"""Sizes of a tensor of all of a layer's experts: how many, rows, columns."""
 
-    What a constructor computes (frequencies, scales) is made as always.
+
+class _LargeOnMeta(TorchFunctionMode):
+    """Makes weights take no memory: they are read later.
+
+    They come from `torch.empty`, experts from `torch.zeros` too (Llama 4), and whatever else
+    becomes a parameter lets go of its memory there. What a constructor computes (frequencies,
+    scales) is made as always.
     """
+
+    def __enter__(self) -> Self:
+        """Let parameters go to the meta device when modules take them."""
+        let_go: Any = _without_memory
+        self._hook = register_module_parameter_registration_hook(let_go)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """As before."""
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._hook.remove()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Call `func`, for torch.empty on the meta device."""
+        """Call `func`, for weights on the meta device."""
         options = dict(kwargs or {})
-        if func is torch.empty:
+        if func is torch.empty or (func is torch.zeros and len(args) == _EXPERTS):
             options["device"] = "meta"
         return func(*args, **options)
+
+
+def _without_memory(
+    _module: nn.Module, _name: str, parameter: nn.Parameter | None
+) -> nn.Parameter | None:
+    """The same parameter on the meta device; None where it is there, or is none."""
+    if parameter is None or parameter.is_meta:
+        return None
+    return nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
 
 
 def build(architecture: GenericArchitecture, dtype: torch.dtype) -> PreTrainedModel:

@@ -1,0 +1,19 @@
+"""transformers' modules are built without memory for their weights."""
+
+import pytest
+import torch
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from configs.architectures.generic import PAGED_TYPES, parse
+from modeling.models.generic.building import build
+from tests.modeling.models.tiny_causal import kinds, tiny_config
+
+
+@pytest.mark.parametrize("kind", sorted(PAGED_TYPES.intersection(kinds())))
+def test_no_weight_takes_memory(kind: str) -> None:
+    """What a constructor makes by other means than `torch.empty` too, as Llama 4 its experts."""
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
+    config = tiny_config(kind).to_dict()
+    architecture = parse(name, {**config, "architectures": [name], "model_type": kind})
+    model = build(architecture, torch.float32)  # type: ignore[arg-type]
+    assert [name for name, weight in model.named_parameters() if not weight.is_meta] == []
