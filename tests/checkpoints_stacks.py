@@ -453,6 +453,22 @@ STACKS: dict[str, dict[str, Any]] = {
     "paddleocr_vl": {
         "text_config": {**_TEXT, **_rope([2, 3, 3]), "head_dim": 16}, "vision_config": _VISION
     },
+    "mllama": {
+        "text_config": {
+            **_TEXT, "num_hidden_layers": 4, "cross_attention_layers": [1, 3], "head_dim": 8,
+            "rope_parameters": {
+                "rope_type": "llama3", "rope_theta": 1e4, "factor": 2.0,
+                "original_max_position_embeddings": 16, "low_freq_factor": 1.0,
+                "high_freq_factor": 32.0,
+            },
+        },
+        "vision_config": {
+            "hidden_size": 16, "attention_heads": 2, "intermediate_size": 16,
+            "num_hidden_layers": 1, "num_global_layers": 1, "vision_output_dim": 32,
+            "image_size": 28, "patch_size": 14, "max_num_tiles": 1,
+            "intermediate_layers_indices": [0], "supported_aspect_ratios": [[1, 1]],
+        },
+    },
     "muse_glimmer": {
         "text_config": {
             **_TEXT, "head_dim": 16, "layer_types": MIXED[:2], "sliding_window": WINDOW,
@@ -604,6 +620,7 @@ STACK_ADAPTERS = {
     ),
     "experts": EXPERT_ADAPTERS["parameters"],
     "tower": AdapterRecipe(target_modules=r".*vision_tower.*\.(q_proj|fc1)"),
+    "images": AdapterRecipe(target_modules=r".*(cross_attn\.q_proj|layers\.3\.mlp\.up_proj)"),
 }
 
 _EVERY_LINEAR = (

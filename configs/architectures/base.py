@@ -84,6 +84,11 @@ class ModelArchitecture(Config):
         return self.max_position_embeddings
 
     @property
+    def idle_layers(self) -> tuple[int, ...]:
+        """Numbers of the larger model's layers that no text goes through."""
+        return ()
+
+    @property
     def outer_parts(self) -> tuple[str, ...]:
         """The parts of a larger model that are read beside its decoder."""
         return ()

@@ -32,8 +32,8 @@ PAGED_TYPES = frozenset(
 
 INNER_TYPES = frozenset(
     (
-        "cosmos3_edge_text", "emu3_text_model", "hunyuan_vl_text", "mistral4", "muse_glimmer_text",
-        "paddleocr_vl_text",
+        "cosmos3_edge_text", "emu3_text_model", "hunyuan_vl_text", "mistral4", "mllama_text_model",
+        "muse_glimmer_text", "paddleocr_vl_text",
     )
 )  # fmt: skip
 """Those of decoders that AutoModelForCausalLM does not know: they are parts of larger models."""
@@ -75,6 +75,11 @@ class GenericArchitecture(ModelArchitecture):
     padded_tokens: tuple[int, ...] = ()
     pad_token: int = 0
     outer_tokens: tuple[OuterTokens, ...] = ()
+
+    @property
+    def idle_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers that attend to images alone (Llama 3.2 Vision)."""
+        return tuple(self.settings.get("cross_attention_layers") or ())
 
     @property
     def outer_parts(self) -> tuple[str, ...]:

@@ -193,6 +193,14 @@ DECODERS: dict[str, Decoder] = {
             "vocab_size": 131072, "num_hidden_layers": 36, "max_position_embeddings": 1048576
         },
     ),
+    "mllama_text_model": Decoder(
+        "MllamaTextForCausalLM",
+        unsaid=_sizes(
+            *(128256, 4096, 14336, 40, 32),
+            num_key_value_heads=8, max_position_embeddings=131072,
+            cross_attention_layers=[3, 8, 13, 18, 23, 28, 33, 38],
+        ),
+    ),
     "muse_glimmer_text": Decoder(
         "MuseGlimmerForCausalLM",
         unsaid={

@@ -54,6 +54,7 @@ _KINDS = {
         ("qwen2_5_omni_text", ("Qwen2_5OmniThinker",)),
         ("qwen2_5_vl_text", ("Qwen2_5_VL",)),
         ("qwen2_vl_text", ("Qwen2VL",)),
+        ("mllama_text_model", ("Mllama",)),
         ("muse_glimmer_text", ("MuseGlimmer",)),
         ("paddleocr_vl_text", ("PaddleOCRVL",)),
         ("qwen3", ("LightOnOcr", "QianfanOCR")),

@@ -214,8 +214,8 @@ def with_other_models(
             others += (each.module.partition(".")[2],)
         if each.kind is ProjectionKind.EMBEDDING_TOKENS:
             each = replace(each, outer_parts=architecture.outer_parts)
-        aliases = (*each.aliases, *others)
-        named.append(replace(each, aliases=aliases, has_bias=each.has_bias or index in biased))
+        each = replace(each, aliases=(*each.aliases, *others), idle_layers=architecture.idle_layers)
+        named.append(replace(each, has_bias=each.has_bias or index in biased))
     whole = whole_projections(model.projections, whole_linears)
     norms = norm_projection(model.norms(), model.width)
     named += [*whole, score_projection(model.width)]

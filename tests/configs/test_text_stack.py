@@ -140,6 +140,18 @@ PUBLISHED: dict[str, dict[str, Any]] = {
             "v_head_dim": 128,
         },
     },
+    "mllama": {
+        "text_config": {
+            "cross_attention_layers": [3, 8, 13, 18, 23, 28, 33, 38], "hidden_size": 4096,
+            "max_position_embeddings": 131072, "model_type": "mllama_text_model",
+            "num_hidden_layers": 40,
+            "rope_scaling": {
+                "factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+                "original_max_position_embeddings": 8192, "rope_type": "llama3",
+            },
+            "rope_theta": 500000.0, "vocab_size": 128256,
+        },
+    },
     "qwen2_5_omni_thinker": {
         "text_config": {
             "model_type": "qwen2_5_omni_text", "num_hidden_layers": 28, "rope_theta": 1000000.0,

@@ -108,7 +108,8 @@ def _check_file(
         for module in projection.modules(layer)
     }
     outer_parts = {part for projection in projections for part in projection.outer_parts}
-    has_idle = leave_other_parts(file, known, outer_parts)
+    idle_layers = {layer for projection in projections for layer in projection.idle_layers}
+    has_idle = leave_other_parts(file, known, outer_parts, idle_layers)
     file, plan = join_parts(file, plan, known, projections)
     named = {key[len(PREFIX) : key.rfind(FACTOR)] for key in [*file.keys()] if FACTOR in key}
     plan = replace(plan, parts=find_parts(named, known, projections))

@@ -1,5 +1,6 @@
 """What adapters of a larger model change beside its decoder."""
 
+import re
 from collections.abc import Collection
 
 from configs.architectures.text_stack import is_other_part, parts_of
@@ -13,16 +14,27 @@ LARGER = "model.language_model."
 
 
 def leave_other_parts(
-    file: TensorFile, known: Collection[str], outer_parts: Collection[str]
+    file: TensorFile,
+    known: Collection[str],
+    outer_parts: Collection[str],
+    idle_layers: Collection[int],
 ) -> bool:
     """Leave out of a file what changes no text; return whether numbers in it decided that.
 
     known: modules as a larger model names them, if it is one. outer_parts: those that embed some
-    tokens of texts too, which no adapter may change.
+    tokens of texts too, which no adapter may change. idle_layers: those of the decoder that no text
+    goes through.
     """
     if not any(module.startswith(LARGER) for module in known):
         return False
-    others = {key for key in [*file.keys()] if is_other_part(key.removeprefix(PREFIX))}
+    idle = (
+        re.compile(rf"\.layers\.(?:{'|'.join(map(str, idle_layers))})\.") if idle_layers else None
+    )
+    others = {
+        key
+        for key in [*file.keys()]
+        if is_other_part(key.removeprefix(PREFIX)) or (idle is not None and idle.search(key))
+    }
     outer = {key: parts_of(key.removeprefix(PREFIX)).intersection(outer_parts) for key in others}
     changed = [key for key, parts in outer.items() if parts and not _is_idle(file, key)]
     if changed:

@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping
 from importlib import import_module
-from typing import Any, Self
+from threading import get_ident
+from typing import Any, Self, cast
 
 import torch
 import transformers
@@ -43,7 +44,13 @@ class _LargeOnMeta(TorchFunctionMode):
 
     def __enter__(self) -> Self:
         """Let parameters go to the meta device when modules take them."""
-        let_go: Any = _without_memory
+        thread = get_ident()
+
+        def let_go(_module: nn.Module, _name: str, parameter: Any) -> Any:
+            # Hooks are of the whole process: another thread may put in weights that it has read.
+            is_ours = parameter is not None and get_ident() == thread
+            return _without_memory(parameter) if is_ours else None
+
         self._hook = register_module_parameter_registration_hook(let_go)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -63,12 +70,10 @@ class _LargeOnMeta(TorchFunctionMode):
         return func(*args, **options)
 
 
-def _without_memory(
-    _module: nn.Module, _name: str, parameter: nn.Parameter | None
-) -> nn.Parameter | None:
-    """The same parameter on the meta device; None where it is there, or is none."""
-    if parameter is None or parameter.is_meta:
-        return None
+def _without_memory(parameter: nn.Parameter) -> nn.Parameter:
+    """The same parameter on the meta device."""
+    if parameter.is_meta:
+        return parameter
     return nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
 
 
@@ -85,6 +90,8 @@ def build(architecture: GenericArchitecture, dtype: torch.dtype) -> PreTrainedMo
             f"transformers builds no {config.model_type} of this config.json: {error!r}"
         ) from error
     _hold_frequencies(model)
+    for layer in architecture.idle_layers:
+        cast(Any, model).model.layers[layer] = nn.Module()
     # Names that are no class of transformers' change nothing there either.
     is_other = type(model).__name__ != architecture.architecture
     is_known = hasattr(transformers, architecture.architecture)

@@ -5,17 +5,15 @@ linear layers, embedding and head are replaced by ours, its attention goes to th
 weights are cut while they are read.
 """
 
-import copy
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from configs.architectures.base import ArchitectureError
 from configs.architectures.generic import GenericArchitecture
@@ -32,6 +30,7 @@ from modeling.models.generic.cuts import CutPlan
 from modeling.models.generic.experts import RoutedLayers
 from modeling.models.generic.found_norms import find_norms, input_shapes
 from modeling.models.generic.fusions import fuse, norm_heads_alone
+from modeling.models.generic.head_alone import without_decoder
 from modeling.models.generic.linears import replace_linears
 from modeling.models.generic.modules import (
     GenericEmbedding,
@@ -88,6 +87,7 @@ class GenericForCausalLM(nn.Module):
         padded = architecture.padded_tokens
         self._padded = torch.tensor(padded, device=self.device) if padded else None
         self._pad_token = architecture.pad_token
+        self._idle_layers = architecture.idle_layers
         prefix = _prefix(self.causal)
         names = SourceNames(self.causal, weights.names())
         for target, name in names.plain().items():
@@ -121,7 +121,7 @@ class GenericForCausalLM(nn.Module):
         keep_inside(getattr(self._decoder, "embed_tokens_per_layer", None), self.vocab_size)
         self._cache_name = cache_name(self._decoder.forward)
         # Not among the submodules: its parameters would be found twice.
-        self._tail = (_tail(self.causal, prefix),)
+        self._tail = (without_decoder(self.causal, prefix),)
         for module in self.causal.modules():
             if hasattr(module, "layer_idx"):
                 setattr(module, "loray_step", self._step)  # noqa: B010 - modules are not ours
@@ -212,15 +212,15 @@ class GenericForCausalLM(nn.Module):
 
     def adapt_vocabulary(self, whole_ends: bool = False) -> None:
         """Let adapters change the embedding and the head too; see `PagedModel`."""
-        if self._embedding.norm is not None:
-            logger.info("adapters cannot change the ends: PEFT leaves out the embedding's norm")
+        if not self._has_plain_ends:
+            logger.info("adapters cannot change this model's embedding and head")
             return
         ends = vocabulary_projections(self._ends, self._embedding.base, self._head.base, whole_ends)
         self.projections = (*self.projections, *ends)
 
     def token_projections(self) -> tuple[Projection, ...]:
         """What adapters change of single tokens; see `PagedModel`."""
-        if self._embedding.norm is not None:
+        if not self._has_plain_ends:
             return ()
         ends = vocabulary_projections(self._ends, self._embedding.base, self._head.base)
         return token_projections(ends, head_has_bias=self._head.bias is not None)
@@ -239,8 +239,7 @@ class GenericForCausalLM(nn.Module):
         causal: Any = self.causal
         embed, head = causal.get_input_embeddings(), causal.get_output_embeddings()
         paths = {module: path for path, module in causal.named_modules()}
-        self._ends = EndNames(paths[embed], paths[head])
-        names = self._ends
+        self._ends = names = EndNames(paths[embed], paths[head])
         tied = causal.config.get_text_config(decoder=True).tie_word_embeddings
         if tied:
             weights.stand_in(f"{names.embedding}.weight", f"{names.head}.weight")
@@ -252,11 +251,14 @@ class GenericForCausalLM(nn.Module):
         outer = architecture.outer_tokens
         rows = OuterRows(outer, width, weights) if outer else None
         self._embedding = GenericEmbedding(base, self._step, scale, embedding_norm(embed), rows)
-        whole_head = ParallelHead(names.head, vocab_size, width, weights, base if tied else None)
+        num_logits = head.out_features
+        whole_head = ParallelHead(names.head, num_logits, width, weights, base if tied else None)
         bias = None
         if head.bias is not None and not architecture.num_labels:
-            bias = weights.parameter(f"{names.head}.bias", (vocab_size,))
+            bias = weights.parameter(f"{names.head}.bias", (num_logits,))
         self._head = GenericHead(whole_head, self._step, bias)
+        # PEFT's adapters leave out an embedding's norm, and ours count both ends' rows alike.
+        self._has_plain_ends = self._embedding.norm is None and num_logits == vocab_size
         causal.set_submodule(names.embedding, self._embedding)
         causal.set_submodule(names.head, self._head)
 
@@ -311,7 +313,8 @@ class GenericForCausalLM(nn.Module):
             ) from error
         self._norms = find_norms(self.causal, self._plan, shapes, len(PROBE))
         # Beside recurrent layers some are feed-forwards alone.
-        layers = forms.layers(self.num_layers, all_attend=not self._recurrent.layers)
+        all_attend = not self._recurrent.layers and not self._idle_layers
+        layers = forms.layers(self.num_layers, all_attend)
         if not layers:
             raise ArchitectureError(
                 "none of its layers attends: models of recurrent layers alone are not served"
@@ -346,27 +349,6 @@ class GenericForCausalLM(nn.Module):
         return False
 
 
-@dataclass
-class _Output(MoeModelOutputWithPast):
-    """What any causal class reads of its decoder's output."""
-
-    shared_kv_states: Any = None
-
-
-class _Given(nn.Module):
-    """Replaces a decoder where its output is computed already."""
-
-    def __init__(self, decoder: nn.Module) -> None:
-        """decoder: a causal class may multiply by a number that it keeps there."""
-        super().__init__()
-        self.__dict__ |= {k: v for k, v in vars(decoder).items() if isinstance(v, float)}
-
-    def forward(self, inputs_embeds: Tensor, **_options: Any) -> MoeModelOutputWithPast:
-        """Return what came in."""
-        # transformers types it for float tensors of one kind.
-        return _Output(last_hidden_state=cast(Any, inputs_embeds))
-
-
 def _prefix(causal: PreTrainedModel) -> str:
     """Where the decoder is; a class may name its path inside of a larger model."""
     named: str = causal.base_model_prefix
@@ -388,10 +370,3 @@ def _numbered(layers: Mapping[int, AttentionLayer]) -> dict[int, tuple[int, Atte
         source = None if form.source is None else index[form.source]
         found[layer] = (index[layer], replace(form, source=source))
     return found
-
-
-def _tail(causal: PreTrainedModel, prefix: str) -> nn.Module:
-    """The model with its decoder left out: what its `forward` does behind it, head included."""
-    tail = copy.copy(causal)
-    tail._modules = {**causal._modules, prefix: _Given(getattr(causal, prefix))}
-    return tail

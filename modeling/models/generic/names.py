@@ -137,4 +137,5 @@ def unread(causal: PreTrainedModel, architecture: GenericArchitecture) -> tuple[
     # the numbers that the first models of a type have.
     count, first = architecture.settings.get("num_nextn_predict_layers"), architecture.num_layers
     numbers = range(first, first + min(count, first)) if isinstance(count, int) else ()
-    return (*patterns, *(rf"model\.layers\.{number}\..*" for number in numbers))
+    idle = architecture.idle_layers
+    return (*patterns, *(rf"model\.layers\.{number}\..*" for number in (*numbers, *idle)))

@@ -93,8 +93,9 @@ def test_vocabulary(world: World, variant: str) -> None:
     compare(world, Setting("generic_ends", variant, 2, names, vocabulary=True))
 
 
-SEEN = {"gemma3", "llava", "qwen3_5", "qwen3_vl"}
-"""A tower whose adapters reach it, one whose do not, recurrent layers, states between layers."""
+SEEN = {"gemma3", "llava", "mllama", "muse_glimmer", "qwen3_5", "qwen3_vl"}
+"""A tower whose adapters reach it, one whose do not, layers for images alone, a head and an
+embedding of their own kind, recurrent layers, states between layers."""
 
 LARGER = [
     pytest.param(
@@ -118,6 +119,7 @@ LARGER = [
             "granite4_vision",
         ),
         *("hyperclovax_vision_v2", "internvl_gpt_oss", "janus", "kimi_k25", "lfm2_vl", "llama4"),
+        *("hunyuan_vl", "mistral4", "mllama", "muse_glimmer", "paddleocr_vl"),
         *("llava", "mistral3", "ovis2", "qwen2_5_omni_thinker", "qwen2_5_vl_flat", "qwen2_vl"),
         *("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe_turned", "smolvlm", "voxtral"),
     )
@@ -176,9 +178,15 @@ def test_tokens_of_images_without_an_image(world: World, variant: str) -> None:
         assert torch.allclose(full_logprobs(answer).float(), wanted, atol=TOLERANCE)
 
 
-def test_an_adapter_that_text_does_not_reach_is_refused(world: World) -> None:
-    config = engine_config(world.model("stack", "gemma3"))
-    folder = world.adapter("stack", "gemma3", "tower")
+@pytest.mark.parametrize(
+    ("variant", "adapter", "module"),
+    [("gemma3", "tower", "vision_tower"), ("mllama", "images", "layers.1.cross_attn")],
+)
+def test_an_adapter_that_text_does_not_reach_is_refused(
+    world: World, variant: str, adapter: str, module: str
+) -> None:
+    config = engine_config(world.model("stack", variant))
+    folder = world.adapter("stack", variant, adapter)
     assert folder is not None
-    with pytest.raises(AdapterError, match=r"vision_tower.* adapt what reads images or sound"):
+    with pytest.raises(AdapterError, match=rf"{module}.* adapt what reads images or sound"):
         open_adapter(folder, adaptable(config), 64)
