@@ -7,7 +7,6 @@ _OWN_ATTENTION = "its attention is code of its own, not behind transformers' Att
 _OWN_HEAD = "its head is more than one linear layer, as an encoder's is"
 _OWN_EMBEDDING = "its embedding computes more than rows times a constant"
 _OWN_CALL = "its causal class calls its decoder in a way of its own"
-_OWN_EXPERTS = "its experts' tensors are stored in a way that is not known"
 _TWICE = "its layers attend more than once"
 
 REASONS: dict[str, str] = {
@@ -24,7 +23,6 @@ REASONS: dict[str, str] = {
     ),
     **dict.fromkeys(("biogpt", "xglm"), _OWN_EMBEDDING),
     **dict.fromkeys(("ctrl", "gpt_bigcode"), _OWN_CALL),
-    "laguna": _OWN_EXPERTS,
     **dict.fromkeys(("diffllama", "longcat_flash"), _TWICE),
     **dict.fromkeys(("bloom", "mpt"), "it has ALiBi in place of rotary or learned positions"),
     "bitnet": "its norms look at the whole width of layers that ranks share",

@@ -93,8 +93,9 @@ class GenericForCausalLM(nn.Module):
         self._add_ends(weights, has_bias=not architecture.num_labels)
         self.score: Tensor | None = read_score(architecture, weights, self.width)
         self._plan = plan = CutPlan(self.causal.config, prefix, weights.group)
-        self.projections: tuple[Projection, ...] = replace_linears(
-            self.causal, plan, weights, self._step
+        linears = replace_linears(self.causal, plan, weights, self._step)
+        self.projections: tuple[Projection, ...] = tuple(
+            replace(each, is_lost=names.are_lost(each.module.format(layer=0))) for each in linears
         )
         on_gpu = self.device.type == "cuda"
         over = weights.group if architecture.expert_parallel else None

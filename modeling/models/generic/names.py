@@ -56,6 +56,15 @@ class SourceNames:
         """The model's name to the checkpoint's, for parameters where the two differ."""
         return {target: name for target, name in self._plain.items() if target != name}
 
+    def are_lost(self, module: str) -> bool:
+        """Whether PEFT does not find a module's factors in a file that it wrote.
+
+        It renames them as transformers renames a checkpoint's tensors, and there the pattern of an
+        old name may fit today's name too (Laguna's `shared_expert.`, which is an expression).
+        """
+        name = f"{module}.weight"
+        return self._renamed(name) != name
+
     def _add(self, name: str) -> None:
         matrix = _matrix(name)
         target = self._renamed(matrix)

@@ -134,6 +134,10 @@ OWN: dict[str, dict[str, Any]] = {
         **_MAMBA, "layer_types": ["mamba", "attention"], "shared_intermediate_size": 48,
         "position_embedding_type": "rope",
     },
+    "laguna": {
+        "num_attention_heads_per_layer": [4, 8],
+        "layer_types": ["full_attention", "sliding_attention"],
+    },
     "zaya": {"num_experts_per_tok": 1},
     "llama4_text": {
         "attn_temperature_tuning": True, "no_rope_layers": [1, 0], "intermediate_size_mlp": 48,
