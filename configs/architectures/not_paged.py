@@ -30,6 +30,5 @@ REASONS: dict[str, str] = {
     "hrm_text": "its decoder's layers run several times for each token",
     "moshi": "its embedding has a row more than its head",
     "sarvam_moe": "its checkpoints name the tensors otherwise than its modules",
-    "youtu": "transformers sets the padding token's row of its embedding to zero when it reads it",
 }  # fmt: skip
 """By model_type."""

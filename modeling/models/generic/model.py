@@ -34,6 +34,7 @@ from modeling.models.generic.found_norms import find_norms, input_shapes
 from modeling.models.generic.fusions import fuse, norm_heads_alone
 from modeling.models.generic.linears import replace_linears
 from modeling.models.generic.modules import (
+    CLEARS_PADDING,
     GenericEmbedding,
     GenericHead,
     embedding_scale,
@@ -236,11 +237,16 @@ class GenericForCausalLM(nn.Module):
         self._ends = EndNames(paths[embed], paths[head])
         names = self._ends
         tied = causal.config.get_text_config(decoder=True).tie_word_embeddings
+        is_listed = weights.lists(f"{names.embedding}.weight")
+        is_cleared = embed.padding_idx is not None and causal.config.model_type in CLEARS_PADDING
         if tied:
             weights.stand_in(f"{names.embedding}.weight", f"{names.head}.weight")
         vocab_size, self.width = embed.weight.shape
         width = self.width
         base = VocabParallelEmbedding(names.embedding, vocab_size, width, weights)
+        if is_listed and is_cleared:
+            # Before a head that the checkpoint holds too is compared, as transformers does it.
+            base.clear(embed.padding_idx)
         scale = embedding_scale(embed)
         scale = None if scale is None else scale.to(self.device)
         self._embedding = GenericEmbedding(base, self._step, scale)

@@ -11,6 +11,10 @@ from modeling.models.generic.step import CurrentStep
 from sharding.embedding import ParallelHead, VocabParallelEmbedding
 from sharding.linear import ColumnParallelLinear, RowParallelLinear
 
+CLEARS_PADDING = frozenset({"youtu"})
+"""Types of which transformers sets the padding token's row to zero in an embedding that it has
+read: their code to make new weights does not see that these are none."""
+
 
 def _typed(base: ColumnParallelLinear | RowParallelLinear) -> Tensor:
     """Return the weight; of a quantised one nothing but the type that it is computed in."""
