@@ -13,7 +13,7 @@ from configs.architectures.base import ArchitectureError, ModelArchitecture
 PAGED_TYPES = frozenset(
     (
         "afmoe", "apertus", "apertus1p5_text", "arcee", "aria_text", "axk1", "bailing_hybrid",
-        "bamba", "beam", "cohere", "cohere2", "cohere2_moe", "cwm", "dbrx", "deepseek_v2",
+        "bamba", "beam", "biogpt", "cohere", "cohere2", "cohere2_moe", "cwm", "dbrx", "deepseek_v2",
         "deepseek_v3", "dots1", "ernie4_5", "ernie4_5_moe", "exaone", "exaone4", "exaone_moe",
         "falcon_h1", "flex_olmo", "flint", "gemma", "gemma2", "gemma3_text", "gemma3n_text",
         "gemma4_text", "gemma4_unified_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt_oss",

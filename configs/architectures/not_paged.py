@@ -5,14 +5,13 @@ Each was tried as a GenericArchitecture: it did not start, or gave other results
 
 _OWN_ATTENTION = "its attention is code of its own, not behind transformers' AttentionInterface"
 _OWN_HEAD = "its head is more than one linear layer, as an encoder's is"
-_OWN_EMBEDDING = "its embedding computes more than rows times a constant"
 _OWN_CALL = "its causal class calls its decoder in a way of its own"
 _TWICE = "its layers attend more than once"
 
 REASONS: dict[str, str] = {
     **dict.fromkeys(
         (
-            "codegen", "falcon", "gpt_neo", "gpt_neox_japanese", "gptj",
+            "codegen", "falcon", "gpt_neo", "gpt_neox_japanese", "gptj", "xglm",
         ), _OWN_ATTENTION,
     ),
     **dict.fromkeys(
@@ -21,7 +20,6 @@ REASONS: dict[str, str] = {
             "xmod",
         ), _OWN_HEAD,
     ),
-    **dict.fromkeys(("biogpt", "xglm"), _OWN_EMBEDDING),
     **dict.fromkeys(("ctrl", "gpt_bigcode"), _OWN_CALL),
     **dict.fromkeys(("diffllama", "longcat_flash"), _TWICE),
     **dict.fromkeys(("bloom", "mpt"), "it has ALiBi in place of rotary or learned positions"),

@@ -247,8 +247,7 @@ class GenericForCausalLM(nn.Module):
         if is_listed and is_cleared:
             # Before a head that the checkpoint holds too is compared, as transformers does it.
             base.clear(embed.padding_idx)
-        scale = embedding_scale(embed)
-        scale = None if scale is None else scale.to(self.device)
+        scale = embedding_scale(embed, self.device)
         self._embedding = GenericEmbedding(base, self._step, scale)
         whole_head = ParallelHead(names.head, vocab_size, width, weights, base if tied else None)
         bias = None
@@ -349,6 +348,7 @@ class _Output(MoeModelOutputWithPast):
     """What any causal class reads of its decoder's output."""
 
     shared_kv_states: Any = None
+    cross_attentions: Any = None
 
 
 class _Given(nn.Module):
@@ -359,7 +359,9 @@ class _Given(nn.Module):
         super().__init__()
         self.__dict__ |= {k: v for k, v in vars(decoder).items() if isinstance(v, float)}
 
-    def forward(self, inputs_embeds: Tensor, **_options: Any) -> MoeModelOutputWithPast:
+    def forward(
+        self, *_ids: None, inputs_embeds: Tensor, **_options: Any
+    ) -> MoeModelOutputWithPast:
         """Return what came in."""
         # transformers types it for float tensors of one kind.
         return _Output(last_hidden_state=cast(Any, inputs_embeds))

@@ -95,7 +95,7 @@ class GenericEmbedding(nn.Module):
     """The tokens' embedding with the step's adapters; scale: what transformers multiplies it by."""
 
     def __init__(
-        self, base: VocabParallelEmbedding, step: CurrentStep, scale: Tensor | None
+        self, base: VocabParallelEmbedding, step: CurrentStep, scale: Tensor | float | None
     ) -> None:
         super().__init__()
         self.base = base
@@ -134,18 +134,19 @@ class GenericHead(nn.Module):
         return (logits if self.bias is None else logits + self.bias)[None]
 
 
-def embedding_scale(module: nn.Embedding) -> Tensor | None:
-    """What an embedding multiplies its rows by; None for a plain one.
+def embedding_scale(module: nn.Embedding, device: torch.device) -> Tensor | float | None:
+    """What an embedding multiplies its rows by, on the device; None for a plain one.
 
-    ValueError for an embedding that does anything else.
+    A float is not rounded to the rows' type. ValueError for an embedding that does anything else.
     """
     if type(module) is nn.Embedding:
         return None
-    untyped: Any = module
-    scale = getattr(untyped, "embed_scale", None)
-    if not isinstance(scale, Tensor):
+    scale: Any = getattr(module, "embed_scale", None)
+    if isinstance(scale, Tensor):
+        return scale.to(device, module.weight.dtype)
+    if not isinstance(scale, float):
         raise ValueError(f"{type(module).__name__} is an embedding of a kind that is not known")
-    return scale.to(module.weight.dtype)
+    return scale
 
 
 def keep_inside(table: nn.Embedding | None, vocab_size: int) -> None:
