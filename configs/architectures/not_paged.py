@@ -23,7 +23,6 @@ REASONS: dict[str, str] = {
     **dict.fromkeys(("ctrl", "gpt_bigcode"), _OWN_CALL),
     **dict.fromkeys(("diffllama", "longcat_flash"), _TWICE),
     **dict.fromkeys(("bloom", "mpt"), "it has ALiBi in place of rotary or learned positions"),
-    "bitnet": "its norms look at the whole width of layers that ranks share",
     "doge": "its mask depends on the values",
     "hrm_text": "its decoder's layers run several times for each token",
     "moshi": "its embedding has a row more than its head",

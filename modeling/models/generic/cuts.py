@@ -68,8 +68,8 @@ class CutPlan:
         self._kv_heads = _kv_heads(config)
         plan: dict[str, str] = config.base_model_tp_plan or {}
         self._styles = _styles(plan)
-        if getattr(config, "activation_sparsity_pattern", None):
-            # Their activations' mean and spread are those of the whole width.
+        if getattr(config, "activation_sparsity_pattern", None) or config.model_type == "bitnet":
+            # Mean and spread of their activations, or the norm of these, are of the whole width.
             self._styles = {path: own for path, own in self._styles.items() if ".mlp." not in path}
         self._experts = {
             name: style for name, style in plan.items() if ".experts." in name and style in _EXPERTS

@@ -35,7 +35,7 @@ def test_no_answer_depends_on_its_mates(tmp_path: Path, kind: str, variant: str,
     assert (outcome.word, outcome.served) == ("exact", "padded"), (outcome.why, why)
 
 
-@pytest.mark.parametrize("kind", ["gemma2", "deepseek_v3", "phi", "gpt2"])
+@pytest.mark.parametrize("kind", ["gemma2", "deepseek_v3", "phi", "gpt2", "bitnet"])
 def test_what_is_paged_is_judged_so_on_one_rank_and_on_two(tmp_path: Path, kind: str) -> None:
     outcome = sweep(tmp_path, kind)
     assert (outcome.word, outcome.served) == ("exact", "paged"), outcome.why
