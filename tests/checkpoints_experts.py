@@ -19,7 +19,7 @@ WIDER: dict[str, dict[str, Any]] = {
         (
             "afmoe", "axk1", "deepseek_v2", "dots1", "ernie4_5_moe", "exaone_moe", "glm4_moe_lite",
             "hy_v3", "kimi_linear", "lfm2_moe", "mellum", "mimo_v2_flash", "nemotron_h",
-            "qwen2_moe", "qwen3_5_moe_text", "qwen3_next", "solar_open",
+            "qwen2_moe", "qwen3_5_moe_text", "qwen3_next", "sarvam_moe", "solar_open",
         ),
         _BY_MOE,
     ),

@@ -24,8 +24,8 @@ PAGED_TYPES = frozenset(
         "minicpm3", "minimax_m2", "minimax_m3_vl_text", "ministral", "ministral3", "mixtral",
         "modernbert-decoder", "nanochat", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3",
         "olmo_hybrid", "olmoe", "persimmon", "phi", "phimoe", "qwen2_moe", "qwen3_5_moe_text",
-        "qwen3_5_text", "qwen3_moe", "qwen3_next", "sarvam_mla", "seed_oss", "smollm3",
-        "solar_open", "stablelm", "starcoder2", "vaultgemma", "youtu",
+        "qwen3_5_text", "qwen3_moe", "qwen3_next", "sarvam_mla", "sarvam_moe", "seed_oss",
+        "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma", "youtu",
     )
 )  # fmt: skip
 """The `model_type`s of config.json that are served so."""

@@ -26,6 +26,5 @@ REASONS: dict[str, str] = {
     "doge": "its mask depends on the values",
     "hrm_text": "its decoder's layers run several times for each token",
     "moshi": "its embedding has a row more than its head",
-    "sarvam_moe": "its checkpoints name the tensors otherwise than its modules",
 }  # fmt: skip
 """By model_type."""

@@ -91,6 +91,8 @@ class GenericForCausalLM(nn.Module):
         names = SourceNames(self.causal, weights.names())
         for target, name in names.plain().items():
             weights.stand_in(target, name)
+        for target, rows in names.inside.items():
+            weights.inside(target, rows)
         self._add_ends(weights, has_bias=not architecture.num_labels)
         self.score: Tensor | None = read_score(architecture, weights, self.width)
         self._plan = plan = CutPlan(self.causal.config, prefix, weights.group)
