@@ -5,7 +5,6 @@ Each was tried as a GenericArchitecture: it did not start, or gave other results
 
 _OWN_ATTENTION = "its attention is code of its own, not behind transformers' AttentionInterface"
 _OWN_HEAD = "its head is more than one linear layer, as an encoder's is"
-_OWN_CALL = "its causal class calls its decoder in a way of its own"
 _TWICE = "its layers attend more than once"
 
 REASONS: dict[str, str] = {
@@ -20,7 +19,6 @@ REASONS: dict[str, str] = {
             "xmod",
         ), _OWN_HEAD,
     ),
-    **dict.fromkeys(("ctrl", "gpt_bigcode"), _OWN_CALL),
     **dict.fromkeys(("diffllama", "longcat_flash"), _TWICE),
     **dict.fromkeys(("bloom", "mpt"), "it has ALiBi in place of rotary or learned positions"),
     "doge": "its mask depends on the values",

@@ -32,6 +32,10 @@ _OWN_PLAN = {
     "layers.*.mlp.gate_proj": Style.COLUMN,
     "layers.*.mlp.up_proj": Style.COLUMN,
     "layers.*.mlp.down_proj": Style.ROW,
+    "layers.*.fc1": Style.COLUMN,
+    "layers.*.fc2": Style.ROW,
+    "h.*.mlp.c_fc": Style.COLUMN,
+    "h.*.mlp.c_proj": Style.ROW,
 }
 """The plan of types without one in their configs: their attention may count its heads itself."""
 
