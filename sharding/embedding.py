@@ -22,6 +22,11 @@ class VocabParallelEmbedding(nn.Module):
         self.vocab_size = vocab_size
         self.weight = _vocabulary_rows(name, vocab_size, hidden_size, weights)
 
+    def clear(self, token: int) -> None:
+        """Set a token's row to zero."""
+        if self.cut.start <= token < self.cut.stop:
+            self.weight[token - self.cut.start].zero_()
+
     def local_ids(self, input_ids: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return this rank's row of each token, and which tokens are other ranks' (None: none)."""
         if self._group.size == 1:

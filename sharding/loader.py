@@ -3,6 +3,7 @@
 import logging
 import re
 from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -20,6 +21,15 @@ GIGA = 1e9
 
 UNUSED = "if it shall be computed without them, as transformers does, remove them from the files"
 """What to do about tensors that no module of a model reads."""
+
+
+@dataclass(frozen=True)
+class RowsOf:
+    """Rows of a tensor that holds several: those from `start` on, of `total`."""
+
+    name: str
+    start: int
+    total: int
 
 
 class Weights:
@@ -45,12 +55,18 @@ class Weights:
         self._names = source.names()
         self._used: set[str] = set()
         self._stand_ins: dict[str, str] = {}
+        self._inside: dict[str, RowsOf] = {}
         self._bytes = 0
         self._progress = Progress("weights", None if self._names is None else len(self._names))
 
     def stand_in(self, name: str, other: str) -> None:
         """Read tensor `other` where the checkpoint has no tensor `name`; the first one counts."""
         self._stand_ins.setdefault(name, other)
+
+    def inside(self, name: str, rows: RowsOf) -> None:
+        """Read rows of another tensor as tensor `name`, which the checkpoint does not have."""
+        self._inside[name] = rows
+        self._stand_ins[name] = rows.name
 
     def read(
         self,
@@ -66,7 +82,8 @@ class Weights:
         checkpoint's name may lack the first part, as in checkpoints of a model without its head;
         transformers loads those too (base_model_prefix).
         """
-        piece = self._source.read(self._use(name), shape, _cut(shape, rows, columns), self.device)
+        found = self._located(name, shape, _cut(shape, rows, columns))
+        piece = self._source.read(*found, self.device)
         return self._count(piece).to(self.device, dtype or self.dtype)
 
     def read_stored(
@@ -77,8 +94,8 @@ class Weights:
         columns: Segments | None = None,
     ) -> Tensor:
         """`read` in the type that the checkpoint has, which may be no float type."""
-        cut = _cut(shape, rows, columns)
-        piece = self._source.read_stored(self._use(name), shape, cut, self.device)
+        found = self._located(name, shape, _cut(shape, rows, columns))
+        piece = self._source.read_stored(*found, self.device)
         return self._count(piece).to(self.device)
 
     def stored_shape(self, name: str) -> tuple[int, ...]:
@@ -127,6 +144,16 @@ class Weights:
             raise CheckpointError(
                 f"the model does not use {len(left)} tensors of the checkpoint: {shown}; {UNUSED}"
             )
+
+    def _located(
+        self, name: str, shape: tuple[int, ...], cut: tuple[Segments, ...]
+    ) -> tuple[str, tuple[int, ...], tuple[Segments, ...]]:
+        """Return the checkpoint's name of a tensor, and shape and cut there; it counts as read."""
+        within = self._inside.get(name)
+        if within is None:
+            return self._use(name), shape, cut
+        rows = tuple((within.start + first, within.start + last) for first, last in cut[0])
+        return self._use(name), (within.total, *shape[1:]), (rows, *cut[1:])
 
     def _use(self, name: str) -> str:
         """Return the checkpoint's name of a tensor, which now counts as read."""

@@ -18,8 +18,8 @@ WIDER: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
         (
             "afmoe", "axk1", "deepseek_v2", "dots1", "ernie4_5_moe", "exaone_moe", "glm4_moe_lite",
-            "kimi_linear", "lfm2_moe", "mellum", "nemotron_h", "qwen2_moe", "qwen3_5_moe_text",
-            "qwen3_next", "solar_open",
+            "hy_v3", "kimi_linear", "lfm2_moe", "mellum", "mimo_v2_flash", "nemotron_h",
+            "qwen2_moe", "qwen3_5_moe_text", "qwen3_next", "sarvam_moe", "solar_open",
         ),
         _BY_MOE,
     ),
@@ -39,8 +39,8 @@ its type."""
 SEEDS = {
     "axk1": 10, "dots1": 1, "exaone_moe": 2, "gemma4_text": 2, "glm4_moe_lite": 3,
     "granitemoe_swa": 3, "granitemoehybrid": 1, "granitemoeshared": 7, "kimi_linear": 3,
-    "lfm2_moe": 2, "mellum": 3, "nemotron_h": 4, "olmoe": 3, "qwen2_moe": 7, "qwen3_next": 5,
-    "solar_open": 6,
+    "lfm2_moe": 2, "mellum": 3, "mimo_v2_flash": 1, "nemotron_h": 4, "olmoe": 3, "qwen2_moe": 7,
+    "qwen3_next": 5, "solar_open": 6,
 }  # fmt: skip
 """Of those whose answers for seed 0 rounding could change, to bfloat16 too."""
 

@@ -20,8 +20,8 @@ OWN_HEADS = frozenset({"ModernBertDecoderForSequenceClassification"})
 """Decoders with a classification head that is more than one linear map."""
 
 PAD_TOKENS = {
-    "apertus": 3, "aria_text": 2, "cohere": 0, "cohere2": 0, "cohere2_moe": 0, "ernie4_5": 0,
-    "ernie4_5_moe": 0, "exaone_moe": 0, "flex_olmo": 100277, "gemma": 0, "gemma2": 0,
+    "apertus": 3, "aria_text": 2, "biogpt": 1, "cohere": 0, "cohere2": 0, "cohere2_moe": 0,
+    "ernie4_5": 0, "ernie4_5_moe": 0, "exaone_moe": 0, "flex_olmo": 100277, "gemma": 0, "gemma2": 0,
     "gemma3_text": 0, "glm": 151329, "glm4": 151329, "helium": 3, "hunyuan_v1_dense": 0,
     "hunyuan_v1_moe": 0, "lfm2_moe": 0, "ministral3": 11, "modernbert-decoder": 50283,
     "nanochat": 1, "olmo": 1, "olmo2": 1, "olmo3": 1, "olmoe": 1, "opt": 1, "phi3": 32000,

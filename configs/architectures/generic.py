@@ -14,18 +14,20 @@ from configs.architectures.outer_tokens import OuterTokens
 PAGED_TYPES = frozenset(
     (
         "afmoe", "apertus", "apertus1p5_text", "arcee", "aria_text", "axk1", "bailing_hybrid",
-        "bamba", "beam", "cohere", "cohere2", "cohere2_moe", "cwm", "dbrx", "deepseek_v2",
-        "deepseek_v3", "dots1", "ernie4_5", "ernie4_5_moe", "exaone", "exaone4", "exaone_moe",
-        "falcon_h1", "flex_olmo", "flint", "gemma", "gemma2", "gemma3_text", "gemma3n_text",
-        "gemma4_text", "gemma4_unified_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt_oss",
+        "bamba", "beam", "biogpt", "bitnet", "cohere", "cohere2", "cohere2_moe",
+        "cohere_compass_text", "ctrl", "cwm", "dbrx", "deepseek_v2", "deepseek_v3", "dots1",
+        "ernie4_5", "ernie4_5_moe", "exaone", "exaone4", "exaone_moe", "falcon_h1", "flex_olmo",
+        "flint", "gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text",
+        "gemma4_unified_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt_bigcode", "gpt_oss",
         "granite_swa", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared",
-        "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hyperclovax", "internlm3", "iquestcoder",
-        "jais2", "jetmoe", "kimi_linear", "kolibri1", "lfm2", "lfm2_moe", "lfm3", "llama4_text",
-        "mellum", "minicpm3", "minimax_m2", "minimax_m3_vl_text", "ministral", "ministral3",
-        "mixtral", "modernbert-decoder", "nanochat", "nemotron", "nemotron_h", "olmo", "olmo2",
-        "olmo3", "olmo_hybrid", "olmoe", "persimmon", "phi", "phimoe", "qwen2_moe",
-        "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "sarvam_mla", "seed_oss",
-        "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma",
+        "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm3",
+        "iquestcoder", "jais2", "jetmoe", "kimi_linear", "kolibri1", "laguna", "lfm2", "lfm2_moe",
+        "lfm3", "llama4_text", "mellum", "mimo_v2_flash", "minicpm3", "minimax_m2",
+        "minimax_m3_vl_text", "ministral", "ministral3", "mixtral", "modernbert-decoder",
+        "nanochat", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3", "olmo_hybrid", "olmoe",
+        "persimmon", "phi", "phimoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe",
+        "qwen3_next", "sarvam_mla", "sarvam_moe", "seed_oss", "smollm3", "solar_open", "stablelm",
+        "starcoder2", "vaultgemma", "youtu",
     )
 )  # fmt: skip
 """The `model_type`s of config.json that are served so."""
@@ -134,10 +136,11 @@ def _obstacle(config: Mapping[str, Any]) -> str | None:
 
 
 def _ropes(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """The rotary settings: one, or one for each kind of layer."""
+    """The rotary settings: one, or one for each kind of layer, None for kinds without."""
     for key in ("rope_parameters", "rope_scaling"):
         given = config.get(key) or {}
-        if all(isinstance(value, Mapping) for value in given.values()):
-            yield from given.values()
+        parts = [value for value in given.values() if value is not None]
+        if all(isinstance(value, Mapping) for value in parts):
+            yield from parts
         else:
             yield given

@@ -5,15 +5,12 @@ Each was tried as a GenericArchitecture: it did not start, or gave other results
 
 _OWN_ATTENTION = "its attention is code of its own, not behind transformers' AttentionInterface"
 _OWN_HEAD = "its head is more than one linear layer, as an encoder's is"
-_OWN_EMBEDDING = "its embedding computes more than rows times a constant"
-_OWN_CALL = "its causal class calls its decoder in a way of its own"
-_OWN_EXPERTS = "its experts' tensors are stored in a way that is not known"
 _TWICE = "its layers attend more than once"
 
 REASONS: dict[str, str] = {
     **dict.fromkeys(
         (
-            "codegen", "falcon", "gpt_neo", "gpt_neox_japanese", "gptj",
+            "codegen", "falcon", "gpt_neo", "gpt_neox_japanese", "gptj", "xglm",
         ), _OWN_ATTENTION,
     ),
     **dict.fromkeys(
@@ -22,17 +19,10 @@ REASONS: dict[str, str] = {
             "xmod",
         ), _OWN_HEAD,
     ),
-    **dict.fromkeys(("biogpt", "xglm"), _OWN_EMBEDDING),
-    **dict.fromkeys(("ctrl", "gpt_bigcode"), _OWN_CALL),
-    **dict.fromkeys(("hy_v3", "laguna"), _OWN_EXPERTS),
     **dict.fromkeys(("diffllama", "longcat_flash"), _TWICE),
     **dict.fromkeys(("bloom", "mpt"), "it has ALiBi in place of rotary or learned positions"),
-    "bitnet": "its norms look at the whole width of layers that ranks share",
     "doge": "its mask depends on the values",
     "hrm_text": "its decoder's layers run several times for each token",
-    "mimo_v2_flash": "its layers have different numbers of heads",
     "moshi": "its embedding has a row more than its head",
-    "sarvam_moe": "its checkpoints name the tensors otherwise than its modules",
-    "youtu": "transformers sets the padding token's row of its embedding to zero when it reads it",
 }  # fmt: skip
 """By model_type."""

@@ -188,6 +188,7 @@ class Projection:
     ids. PEFT saves a copy, which must be equal. A tied embedding and head have the same tensor.
     aliases: other path templates by which adapters may name the module.
     can_adapt_ends: whether a server can adapt embedding and head of its model at all.
+    is_lost: whether PEFT does not find the map's factors in a file that it wrote.
     has_bias: whether the base model's map has a bias.
     stored_transposed: whether transformers' module keeps its weight as [in, out] (Conv1D).
     vectors: for norms, their parameters; `base` has the numbers of all of them.
@@ -219,6 +220,7 @@ class Projection:
     base: Tensor | None = field(default=None, compare=False, repr=False)
     aliases: tuple[str, ...] = ()
     can_adapt_ends: bool = True
+    is_lost: bool = False
     has_bias: bool = False
     stored_transposed: bool = False
     vectors: tuple[NormVector, ...] = ()

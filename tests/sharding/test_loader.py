@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 
 from sharding.checkpoint import CheckpointError, DummySource, SafetensorsCheckpoint
 from sharding.group import SingleRank
-from sharding.loader import Weights
+from sharding.loader import RowsOf, Weights
 
 CPU = torch.device("cpu")
 
@@ -22,6 +22,22 @@ def test_slices_arrive_in_the_wanted_type(tmp_path: Path) -> None:
     got = weights(tmp_path, torch.bfloat16).read("m", (3, 4), rows=((1, 3),), columns=((0, 2),))
     assert got.dtype == torch.bfloat16
     assert got.tolist() == [[4, 5], [8, 9]]
+
+
+def test_a_tensor_may_hold_several_one_below_the_other(tmp_path: Path) -> None:
+    tensors = {"qkv.weight": torch.arange(24.0).view(6, 4), "qkv.bias": torch.arange(6.0)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    loaded = weights(tmp_path)
+    for end in ("weight", "bias"):
+        loaded.inside(f"k.{end}", RowsOf(f"qkv.{end}", 3, 6))
+    assert loaded.lists("k.weight")
+    found = loaded.read("k.weight", (2, 4), rows=((1, 2),), columns=((2, 4),))
+    assert found.tolist() == [[18, 19]]
+    assert loaded.read_stored("k.bias", (2,)).tolist() == [3, 4]
+    loaded.finish()
+    loaded.inside("k.weight", RowsOf("qkv.weight", 3, 7))
+    with pytest.raises(CheckpointError, match=r"shape \(6, 4\), the model needs \(7, 4\)"):
+        loaded.read("k.weight", (2, 4))
 
 
 def test_unused_tensors_are_listed(tmp_path: Path) -> None:

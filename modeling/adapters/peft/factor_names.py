@@ -1,13 +1,15 @@
 """The names of a module's factors in a PEFT file, and how the factors lie there."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from modeling.adapters.faults import refuse
 from modeling.adapters.peft.config import LoraPlan
 from modeling.adapters.peft.ends import PREFIX
 from modeling.adapters.peft.fused import FusedPart
-from modeling.adapters.projection import Projection, ProjectionKind
+from modeling.adapters.projection import ModulePosition, Projection, ProjectionKind
 from sharding.tensor_file import TensorFile
 
 _LINEAR = (".lora_A.weight", ".lora_B.weight")
@@ -59,3 +61,15 @@ def factor_names(module: str, projection: Projection, plan: LoraPlan) -> FactorN
     if is_embedding or projection.stored_transposed:
         return FactorNames(b, a, flipped=True)
     return FactorNames(a, b, part=part)
+
+
+def check_found(modules: Mapping[str, ModulePosition], projections: Sequence[Projection]) -> None:
+    """Refuse factors that PEFT leaves out with a warning; modules: those that a file has."""
+    lost = [name for name, at in modules.items() if projections[at.projection].is_lost]
+    if lost:
+        refuse(
+            f"factors of {lost[0]} (and {len(lost) - 1} more such modules): transformers' list of "
+            "this model's older names changes this one too, so PEFT does not find them when it "
+            "reads the file: name the modules in exclude_modules and retrain, or merge the adapter "
+            "into the base model"
+        )

@@ -22,7 +22,7 @@ from modeling.adapters.peft.ends import (
     is_tied,
 )
 from modeling.adapters.peft.experts import find_experts
-from modeling.adapters.peft.factor_names import factor_names
+from modeling.adapters.peft.factor_names import check_found, factor_names
 from modeling.adapters.peft.fused import find_parts
 from modeling.adapters.peft.heads import find_heads
 from modeling.adapters.peft.joined import join_parts
@@ -127,6 +127,8 @@ def _check_file(
             check_tying(file, plan, projections, adapter.modules)
     with faults.gather():
         _check_ranks(adapter, max_rank)
+    with faults.gather():
+        check_found(adapter.modules, adapter.projections)
     with faults.gather():
         _check_once(adapter)
     with faults.gather():

@@ -32,6 +32,10 @@ _OWN_PLAN = {
     "layers.*.mlp.gate_proj": Style.COLUMN,
     "layers.*.mlp.up_proj": Style.COLUMN,
     "layers.*.mlp.down_proj": Style.ROW,
+    "layers.*.fc1": Style.COLUMN,
+    "layers.*.fc2": Style.ROW,
+    "h.*.mlp.c_fc": Style.COLUMN,
+    "h.*.mlp.c_proj": Style.ROW,
 }
 """The plan of types without one in their configs: their attention may count its heads itself."""
 
@@ -64,12 +68,12 @@ class CutPlan:
         """config: of transformers. prefix: the decoder's path in the model, e.g. "model"."""
         self._group = group
         self._prefix = f"{prefix}."
-        self._heads: int = config.num_attention_heads
+        self._heads = _heads(config)
         self._kv_heads = _kv_heads(config)
         plan: dict[str, str] = config.base_model_tp_plan or {}
         self._styles = _styles(plan)
-        if getattr(config, "activation_sparsity_pattern", None):
-            # Their activations' mean and spread are those of the whole width.
+        if getattr(config, "activation_sparsity_pattern", None) or config.model_type == "bitnet":
+            # Mean and spread of their activations, or the norm of these, are of the whole width.
             self._styles = {path: own for path, own in self._styles.items() if ".mlp." not in path}
         self._experts = {
             name: style for name, style in plan.items() if ".experts." in name and style in _EXPERTS
@@ -101,7 +105,7 @@ class CutPlan:
         styles = self._styles.get(_NUMBER.sub("*", re.sub(r"attn\..*", "attn.q_proj", name)))
         if self._group.size == 1 or styles is not Style.COLUMN:
             return whole(size)
-        for part, heads in (("k_", self._kv_heads_of(path)), ("", self._heads)):
+        for part, heads in (("k_", self._kv_heads_of(path)), ("", self._heads_of(path))):
             if f"attn.{part}" in name and size == heads:
                 cut = self._head_cut(path, 1)
                 return cut.keys if part else cut.queries
@@ -129,23 +133,26 @@ class CutPlan:
         if "attn" not in path:
             return self._width(size, path)
         is_key = path.rsplit(".", 1)[-1] in _KEYS
-        heads = self._kv_heads_of(path) if is_key else self._heads
+        heads = self._kv_heads_of(path) if is_key else self._heads_of(path)
         cut = self._head_cut(path, size // heads)
         return cut.keys if is_key else cut.queries
 
     def _rows(self, path: str, size: int) -> Segments:
         if "attn" not in path:
             return self._width(size, path)
-        return self._head_cut(path, size // self._heads).queries
+        return self._head_cut(path, size // self._heads_of(path)).queries
+
+    def _heads_of(self, path: str) -> int:
+        """The query heads of the layer that a module is in."""
+        return self._heads[_layer(path)]
 
     def _kv_heads_of(self, path: str) -> int:
         """The KV heads of the layer that a module is in."""
-        found = _NUMBER.search(path)
-        return self._kv_heads[int(found[0]) if found else 0]
+        return self._kv_heads[_layer(path)]
 
     def _head_cut(self, path: str, head_dim: int) -> HeadCut:
-        group, kv_heads = self._group, self._kv_heads_of(path)
-        return cut_heads(self._heads, kv_heads, head_dim, group.rank, group.size)
+        heads, kv_heads = self._heads_of(path), self._kv_heads_of(path)
+        return cut_heads(heads, kv_heads, head_dim, self._group.rank, self._group.size)
 
     def _pair(self, size: int, pattern: str) -> Segments:
         """The same part of both halves."""
@@ -157,11 +164,27 @@ class CutPlan:
         return cut_width(size, self._group.rank, self._group.size, pattern)
 
 
+def _layer(path: str) -> int:
+    found = _NUMBER.search(path)
+    return int(found[0]) if found else 0
+
+
+def _heads(config: Any) -> list[int]:
+    """The query heads of each layer."""
+    listed = getattr(config, "num_attention_heads_per_layer", None)
+    return list(listed or [config.num_attention_heads] * config.num_hidden_layers)
+
+
 def _kv_heads(config: Any) -> list[int]:
     """The KV heads of each layer."""
     layers = [config.per_layer_config[layer] for layer in range(config.num_hidden_layers)]
     found = (getattr(layer, "num_key_value_heads", None) for layer in layers)
-    return [heads or config.num_attention_heads for heads in found]
+    heads = [each or config.num_attention_heads for each in found]
+    if config.model_type != "mimo_v2_flash":
+        return heads
+    # Its layers with windows have twice as many, which no number in its config says.
+    kinds = zip(heads, config.layer_types, strict=True)
+    return [2 * each if kind == "sliding_attention" else each for each, kind in kinds]
 
 
 def _styles(plan: Mapping[str, str] | None) -> dict[str, Style]:

@@ -14,6 +14,7 @@ class _Output(MoeModelOutputWithPast):
     """What any causal class reads of its decoder's output."""
 
     shared_kv_states: Any = None
+    cross_attentions: Any = None
 
 
 class _Given(nn.Module):
@@ -24,7 +25,9 @@ class _Given(nn.Module):
         super().__init__()
         self.__dict__ |= {k: v for k, v in vars(decoder).items() if isinstance(v, float)}
 
-    def forward(self, inputs_embeds: Tensor, **_options: Any) -> MoeModelOutputWithPast:
+    def forward(
+        self, *_ids: None, inputs_embeds: Tensor, **_options: Any
+    ) -> MoeModelOutputWithPast:
         """Return what came in."""
         # transformers types it for float tensors of one kind.
         return _Output(last_hidden_state=cast(Any, inputs_embeds))

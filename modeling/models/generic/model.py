@@ -33,6 +33,7 @@ from modeling.models.generic.fusions import fuse, norm_heads_alone
 from modeling.models.generic.head_alone import without_decoder
 from modeling.models.generic.linears import replace_linears
 from modeling.models.generic.modules import (
+    CLEARS_PADDING,
     GenericEmbedding,
     GenericHead,
     embedding_norm,
@@ -92,11 +93,14 @@ class GenericForCausalLM(nn.Module):
         names = SourceNames(self.causal, weights.names())
         for target, name in names.plain().items():
             weights.stand_in(target, name)
+        for target, rows in names.inside.items():
+            weights.inside(target, rows)
         self._add_ends(weights, architecture)
         self.score: Tensor | None = read_score(architecture, weights, self.width)
         self._plan = plan = CutPlan(self.causal.config, prefix, weights.group)
-        self.projections: tuple[Projection, ...] = replace_linears(
-            self.causal, plan, weights, self._step
+        linears = replace_linears(self.causal, plan, weights, self._step)
+        self.projections: tuple[Projection, ...] = tuple(
+            replace(each, is_lost=names.are_lost(each.module.format(layer=0))) for each in linears
         )
         on_gpu = self.device.type == "cuda"
         over = weights.group if architecture.expert_parallel else None
@@ -241,13 +245,17 @@ class GenericForCausalLM(nn.Module):
         paths = {module: path for path, module in causal.named_modules()}
         self._ends = names = EndNames(paths[embed], paths[head])
         tied = causal.config.get_text_config(decoder=True).tie_word_embeddings
+        is_listed = weights.lists(f"{names.embedding}.weight")
+        is_cleared = embed.padding_idx is not None and causal.config.model_type in CLEARS_PADDING
         if tied:
             weights.stand_in(f"{names.embedding}.weight", f"{names.head}.weight")
         vocab_size, self.width = embed.weight.shape
         width = self.width
         base = VocabParallelEmbedding(names.embedding, vocab_size, width, weights)
-        scale = embedding_scale(embed)
-        scale = None if scale is None else scale.to(self.device)
+        if is_listed and is_cleared:
+            # Before a head that the checkpoint holds too is compared, as transformers does it.
+            base.clear(embed.padding_idx)
+        scale = embedding_scale(embed, self.device)
         outer = architecture.outer_tokens
         rows = OuterRows(outer, width, weights) if outer else None
         self._embedding = GenericEmbedding(base, self._step, scale, embedding_norm(embed), rows)

@@ -15,6 +15,10 @@ from sharding.linear import ColumnParallelLinear, RowParallelLinear
 _NORMED = ("MuseGlimmerTextNormedEmbedding",)
 """Embeddings that end in a norm."""
 
+CLEARS_PADDING = frozenset({"youtu"})
+"""Types of which transformers sets the padding token's row to zero in an embedding that it has
+read: their code to make new weights does not see that these are none."""
+
 
 def _typed(base: ColumnParallelLinear | RowParallelLinear) -> Tensor:
     """Return the weight; of a quantised one nothing but the type that it is computed in."""
@@ -102,7 +106,7 @@ class GenericEmbedding(nn.Module):
         self,
         base: VocabParallelEmbedding,
         step: CurrentStep,
-        scale: Tensor | None,
+        scale: Tensor | float | None,
         norm: nn.Module | None,
         outer: OuterRows | None,
     ) -> None:
@@ -153,18 +157,19 @@ def embedding_norm(module: nn.Embedding) -> nn.Module | None:
     return norm
 
 
-def embedding_scale(module: nn.Embedding) -> Tensor | None:
-    """What an embedding multiplies its rows by; None for a plain one.
+def embedding_scale(module: nn.Embedding, device: torch.device) -> Tensor | float | None:
+    """What an embedding multiplies its rows by, on the device; None for a plain one.
 
-    ValueError for an embedding that does anything else.
+    A float is not rounded to the rows' type. ValueError for an embedding that does anything else.
     """
     if type(module) is nn.Embedding or type(module).__name__ in _NORMED:
         return None
-    untyped: Any = module
-    scale = getattr(untyped, "embed_scale", None)
-    if not isinstance(scale, Tensor):
+    scale: Any = getattr(module, "embed_scale", None)
+    if isinstance(scale, Tensor):
+        return scale.to(device, module.weight.dtype)
+    if not isinstance(scale, float):
         raise ValueError(f"{type(module).__name__} is an embedding of a kind that is not known")
-    return scale.to(module.weight.dtype)
+    return scale
 
 
 def keep_inside(table: nn.Embedding | None, vocab_size: int) -> None:

@@ -7,7 +7,7 @@ here the list is read backwards, so that only a rank's part of each tensor is re
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -24,23 +24,30 @@ from configs.architectures.generic import GenericArchitecture
 from modeling.models.generic.stacked_experts import StackedExperts
 from modeling.quantisation.formats import MARKS
 from modeling.quantisation.stored_integers import CODES
+from sharding.loader import RowsOf
 
 
 class SourceNames:
-    """The checkpoint's names by those of the model's parameters."""
+    """The checkpoint's names by those of the model's parameters.
+
+    inside: where parameters are that lie in a tensor of several.
+    """
 
     def __init__(self, model: PreTrainedModel, names: Iterable[str]) -> None:
         """names: of the checkpoint's tensors; ArchitectureError for conversions not known here."""
         transforms: list[Any] = get_model_conversion_mapping(model)
         self._renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
         self._converters = [each for each in transforms if isinstance(each, WeightConverter)]
-        own = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
+        tensors = (*model.named_parameters(), *model.named_buffers())
+        self._rows = {name: len(tensor) for name, tensor in tensors if tensor.dim()}
+        own = [name for name, _ in tensors]
         # Checkpoints of a model without its head lack the first part.
         self._whole = {name.partition(".")[2]: name for name in own} | {name: name for name in own}
         self._found_as: dict[str, str] = {}
         self._plain: dict[str, str] = {}
         self._stacked: dict[str, StackedExperts] = defaultdict(StackedExperts)
         self._joined: dict[str, dict[int, str]] = defaultdict(dict)
+        self.inside: dict[str, RowsOf] = {}
         for name in names:
             self._add(name)
 
@@ -56,6 +63,15 @@ class SourceNames:
         """The model's name to the checkpoint's, for parameters where the two differ."""
         return {target: name for target, name in self._plain.items() if target != name}
 
+    def are_lost(self, module: str) -> bool:
+        """Whether PEFT does not find a module's factors in a file that it wrote.
+
+        It renames them as transformers renames a checkpoint's tensors, and there the pattern of an
+        old name may fit today's name too (Laguna's `shared_expert.`, which is an expression).
+        """
+        name = f"{module}.weight"
+        return self._renamed(name) != name
+
     def _add(self, name: str) -> None:
         matrix = _matrix(name)
         target = self._renamed(matrix)
@@ -66,6 +82,9 @@ class SourceNames:
                 if _joins_convolutions(converter):
                     self._joined[self._whole.get(final, final)][part] = name
                     return
+                if name == matrix and _splits(converter):
+                    self._split(converter.target_patterns, final, name)
+                    return
                 _check(converter)
                 final = self._complete(final)
                 # Others are read beside the matrix that they belong to.
@@ -74,6 +93,18 @@ class SourceNames:
                 return
         final = self._renamed(name)
         self._plain[self._whole.get(final, final)] = name
+
+    def _split(self, targets: Sequence[str], first: str, name: str) -> None:
+        """Note the rows of one tensor that are several of the model's; first: the first of those.
+
+        A parameter that the model has not (a bias) stays unread.
+        """
+        names = (first.replace(targets[0], each) for each in targets)
+        found = [self._whole.get(each, each) for each in names]
+        sizes = [self._rows.get(each, 0) for each in found]
+        for index, each in enumerate(found):
+            if sizes[index]:
+                self.inside[each] = RowsOf(name, sum(sizes[:index]), sum(sizes))
 
     def _complete(self, final: str) -> str:
         """Return the model's name; ArchitectureError where experts' names lack parts unevenly."""
@@ -114,6 +145,13 @@ def _joins_convolutions(converter: Any) -> bool:
     (operation, *others) = converter.operations
     is_join = not others and type(operation) is Concatenate and operation.dim == 0
     return is_join and all("conv1d" in pattern for pattern in converter.source_patterns)
+
+
+def _splits(converter: Any) -> bool:
+    """Whether several linear maps of the model are one tensor of the checkpoint, by its rows."""
+    (operation, *others) = converter.operations
+    # transformers before 5.24 has no such class.
+    return not others and type(operation).__name__ == "Split" and operation.dim == 0
 
 
 def _check(converter: Any) -> None:

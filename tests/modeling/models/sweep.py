@@ -121,8 +121,8 @@ def _judge(root: Path, model: Path, served: PagedServer | PaddedServer) -> Outco
 def _names(
     served: PagedServer | PaddedServer, wanted: Callable[[ProjectionKind], bool]
 ) -> list[str]:
-    """The modules of projections of the kinds that are wanted."""
-    return [name for each in served.projections if wanted(each.kind)
+    """The modules of projections of the kinds that are wanted, which PEFT finds."""
+    return [name for each in served.projections if wanted(each.kind) and not each.is_lost
             for layer in range(each.num_layers) for name in each.modules(layer)]  # fmt: skip
 
 

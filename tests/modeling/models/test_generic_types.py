@@ -1,13 +1,14 @@
 """Every type that is paged by transformers' modules loads, and computes what transformers does."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 
 from configs.architectures.base import ArchitectureError
 from configs.architectures.generic import PAGED_TYPES
@@ -118,15 +119,35 @@ def test_a_prompt_in_two_chunks(tmp_path: Path, kind: str, dtype: DType) -> None
     model = write_tiny(tmp_path / "model", kind)
     _, prompt = prompts()[1]
     assert CHUNK < len(prompt) < 2 * CHUNK
+    error = _error(model, prompt, dtype)
+    assert error.max() <= TOLERANCE[dtype]
+    assert error.square().mean().sqrt() <= TOLERANCE[dtype] / 3
+
+
+def _error(model: Path, prompt: list[int], dtype: DType = DType.FLOAT32) -> Tensor:
+    """How far the first token's logprobs are from transformers'; [vocab]."""
     config = engine_config(model, model=ModelConfig(id=str(model), dtype=dtype))
     runner = load_paged(config, SingleRank(), torch.device("cpu")).allocate()
     poison(runner)
     asked = Asked(prompt, 1, sampling=Sampling(logprobs=VOCAB_SIZE), chunk=CHUNK)
     (answer,) = generate(runner, [asked], NUM_BLOCKS, BLOCK_SIZE)
     told = oracle_logits(load_oracle(model), prompt)[-1].double().log_softmax(-1)
-    error = (full_logprobs(answer)[0] - told).abs()
-    assert error.max() <= TOLERANCE[dtype]
-    assert error.square().mean().sqrt() <= TOLERANCE[dtype] / 3
+    return (full_logprobs(answer)[0] - told).abs()
+
+
+ENDS = ("model.embed_tokens.weight", "lm_head.weight")
+
+
+@pytest.mark.parametrize("stored", [ENDS[:1], ENDS[1:], ENDS])
+def test_a_row_of_padding_that_transformers_clears(tmp_path: Path, stored: Sequence[str]) -> None:
+    """It does so in the embedding alone, before a head that is stored too is compared with it."""
+    model = write_tiny(tmp_path / "model", "youtu")
+    tensors = load_file(model / "model.safetensors")
+    table = tensors.pop(ENDS[0])
+    assert table[0].abs().min() > 0
+    save_file({**tensors, **{name: table.clone() for name in stored}}, model / "model.safetensors",
+              metadata={"format": "pt"})  # fmt: skip
+    assert _error(model, [5, 0, 6, 0]).max() <= TOLERANCE[DType.FLOAT32]
 
 
 @pytest.mark.parametrize("kind", ["gemma3n_text", "gemma4_text", "qwen3_moe"])

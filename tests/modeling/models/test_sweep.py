@@ -11,7 +11,7 @@ from modeling.models.generic import model, step
 from modeling.models.padded.sharing import Sharing
 from tests.modeling.models.sweep import main, sweep
 from tests.modeling.models.sweep_serving import server
-from tests.modeling.models.sweep_truth import write_random_adapter
+from tests.modeling.models.sweep_truth import NoTruthError, Oracle, write_random_adapter
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_no_answer_depends_on_its_mates(tmp_path: Path, kind: str, variant: str,
     assert (outcome.word, outcome.served) == ("exact", "padded"), (outcome.why, why)
 
 
-@pytest.mark.parametrize("kind", ["gemma2", "deepseek_v3", "phi", "gpt2"])
+@pytest.mark.parametrize("kind", ["gemma2", "deepseek_v3", "phi", "gpt2", "bitnet"])
 def test_what_is_paged_is_judged_so_on_one_rank_and_on_two(tmp_path: Path, kind: str) -> None:
     outcome = sweep(tmp_path, kind)
     assert (outcome.word, outcome.served) == ("exact", "paged"), outcome.why
@@ -50,6 +50,19 @@ def test_a_layer_behind_the_decoder_takes_no_adapters(tmp_path: Path) -> None:
     model = tmp_path / "model"
     folder = write_random_adapter(tmp_path / "head", model, ["lm_head.dense"], 0)
     with pytest.raises(AdapterError, match=r"layer between decoder and head.* leave dense out of"):
+        next(server(model, padded=False).serve([folder]))
+
+
+def test_factors_that_peft_does_not_find_again_are_refused(tmp_path: Path) -> None:
+    """An older name of Laguna's shared experts is an expression that fits today's too."""
+    outcome = sweep(tmp_path, "laguna")
+    assert (outcome.word, outcome.served) == ("exact", "paged"), outcome.why
+    model = tmp_path / "model"
+    lost = "model.layers.1.mlp.shared_experts.gate_proj"
+    folder = write_random_adapter(tmp_path / "lost", model, [lost], 0)
+    with pytest.raises(NoTruthError):
+        Oracle(model, exact=True).told(folder, [3, 4])
+    with pytest.raises(AdapterError, match=rf"factors of {lost} .*exclude_modules"):
         next(server(model, padded=False).serve([folder]))
 
 

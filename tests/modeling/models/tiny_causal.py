@@ -134,6 +134,20 @@ OWN: dict[str, dict[str, Any]] = {
         **_MAMBA, "layer_types": ["mamba", "attention"], "shared_intermediate_size": 48,
         "position_embedding_type": "rope",
     },
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"], "logit_scale": 0.5,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            "full_attention": None,
+        },
+    },
+    "jamba": {
+        "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8,
+    },
+    "laguna": {
+        "num_attention_heads_per_layer": [4, 8],
+        "layer_types": ["full_attention", "sliding_attention"],
+    },
     "zaya": {"num_experts_per_tok": 1},
     "llama4_text": {
         "attn_temperature_tuning": True, "no_rope_layers": [1, 0], "intermediate_size_mlp": 48,

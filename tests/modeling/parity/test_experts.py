@@ -101,6 +101,11 @@ def test_more_types(world: World, variant: str) -> None:
     compare(world, Setting("mixture", variant, 2, [*NAMES, "router", "down", "r8"]))
 
 
+def test_layers_with_heads_of_their_own(world: World) -> None:
+    """Over more ranks than some layers have KV heads."""
+    compare(world, Setting("mixture", "mimo_v2_flash", 4, [BASE, "r8", "parameters"]))
+
+
 @pytest.mark.parametrize(
     ("variant", "ranks"),
     swept_rows([*FEW_SPREAD, ("six_experts", 4)], lambda variant, _: variant == "qwen3_moe"),

@@ -303,7 +303,7 @@ def test_delta_skipped_in_single_layers(world: World, monkeypatch: pytest.Monkey
 
 @pytest.mark.sweep
 def test_scale_of_the_embedding_ignored(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model, "embedding_scale", lambda module: None)
+    monkeypatch.setattr(model, "embedding_scale", lambda *_: None)
     expect_mismatch(world, GEMMA2)
 
 
