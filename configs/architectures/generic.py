@@ -81,7 +81,10 @@ class GenericArchitecture(ModelArchitecture):
     @property
     def idle_layers(self) -> tuple[int, ...]:
         """Numbers of the layers that attend to images alone (Llama 3.2 Vision)."""
-        return tuple(self.settings.get("cross_attention_layers") or ())
+        if self.settings["model_type"] != "mllama_text_model":
+            return ()
+        given = self.settings.get("cross_attention_layers") or ()
+        return tuple(layer for layer in given if layer in range(self.num_layers))
 
     @property
     def outer_parts(self) -> tuple[str, ...]:

@@ -233,6 +233,15 @@ def test_files_as_their_makers_wrote_them(kind: str) -> None:
     assert spec.is_text_stack
 
 
+def test_layers_that_read_images_are_of_llamas_vision_alone() -> None:
+    text = {**TEXT, "model_type": "mllama_text_model", "cross_attention_layers": [1, 7]}
+    fields = {"architectures": ["MllamaForConditionalGeneration"], "text_config": text}
+    assert parse_architecture(fields).idle_layers == (1,)
+    other = {**text, "model_type": "gemma3_text", "sliding_window": 8}
+    fields = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": other}
+    assert parse_architecture(fields).idle_layers == ()
+
+
 def test_files_that_name_class_and_decoder_otherwise() -> None:
     fields = {
         "architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25",
