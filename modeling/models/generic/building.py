@@ -2,14 +2,12 @@
 
 from collections.abc import Mapping
 from importlib import import_module
-from threading import get_ident
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 from transformers import (
     CONFIG_MAPPING,
@@ -37,28 +35,9 @@ _EXPERTS = 3
 class _LargeOnMeta(TorchFunctionMode):
     """Makes weights take no memory: they are read later.
 
-    They come from `torch.empty`, experts from `torch.zeros` too (Llama 4), and whatever else
-    becomes a parameter lets go of its memory there. What a constructor computes (frequencies,
-    scales) is made as always.
+    They come from `torch.empty`, and experts (of three sizes) from `torch.zeros` too, in Llama 4.
+    What a constructor computes (frequencies, scales) is made as always.
     """
-
-    def __enter__(self) -> Self:
-        """Let parameters go to the meta device when modules take them."""
-        thread = get_ident()
-
-        def let_go(_module: nn.Module, _name: str, parameter: Any) -> Any:
-            # Hooks are of the whole process: another thread may put in weights that it has read.
-            is_ours = parameter is not None and get_ident() == thread
-            return _without_memory(parameter) if is_ours else None
-
-        self._hook = register_module_parameter_registration_hook(let_go)
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        """As before."""
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self._hook.remove()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -68,13 +47,6 @@ class _LargeOnMeta(TorchFunctionMode):
         if func is torch.empty or (func is torch.zeros and len(args) == _EXPERTS):
             options["device"] = "meta"
         return func(*args, **options)
-
-
-def _without_memory(parameter: nn.Parameter) -> nn.Parameter:
-    """The same parameter on the meta device."""
-    if parameter.is_meta:
-        return parameter
-    return nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
 
 
 def build(architecture: GenericArchitecture, dtype: torch.dtype) -> PreTrainedModel:
