@@ -23,6 +23,6 @@ REASONS: dict[str, str] = {
     **dict.fromkeys(("bloom", "mpt"), "it has ALiBi in place of rotary or learned positions"),
     "doge": "its mask depends on the values",
     "hrm_text": "its decoder's layers run several times for each token",
-    "moshi": "its embedding has a row more than its head",
+    "moshi": "its cache forgets by a window that its attention does not read",
 }  # fmt: skip
 """By model_type."""

@@ -36,12 +36,18 @@ def _sizes(
     }  # fmt: skip
 
 
+def _lengths(vocab: int, layers: int, length: int) -> dict[str, Any]:
+    return {
+        "vocab_size": vocab, "num_hidden_layers": layers, "max_position_embeddings": length
+    }  # fmt: skip
+
+
 _LLAMA = _sizes(32000, 4096, 11008, 32, 32)
 _QWEN2_VL = _sizes(
     *(152064, 8192, 29568, 80, 64),
     num_key_value_heads=8, rms_norm_eps=1e-5, rope_theta=1e6, max_window_layers=80,
 )  # fmt: skip
-_GEMMA = {"vocab_size": 262144, "num_hidden_layers": 30, "max_position_embeddings": 131072}
+_GEMMA = _lengths(262144, 30, 131072)
 _QWEN3 = _sizes(151936, 4096, 22016, 32, 32)
 _QWEN3_MOE = _sizes(151936, 2048, 5632, 24, 16, num_key_value_heads=16)
 _GLM4 = _sizes(
@@ -57,9 +63,7 @@ _NO_WINDOW = {"use_sliding_window": False}
 DECODERS: dict[str, Decoder] = {
     "apertus1p5_text": Decoder(
         "Apertus1p5TextForCausalLM",
-        unsaid={
-            "vocab_size": 266752, "num_hidden_layers": 32, "max_position_embeddings": 65536
-        },
+        unsaid=_lengths(266752, 32, 65536),
     ),
     "aria_text": Decoder(
         "AriaTextForCausalLM",
@@ -68,39 +72,32 @@ DECODERS: dict[str, Decoder] = {
     # Larger models' heads do not multiply, as Cohere's own does.
     "cohere2": Decoder(
         "Cohere2ForCausalLM",
-        unsaid={"vocab_size": 256000, "num_hidden_layers": 40, "max_position_embeddings": 8192},
+        unsaid=_lengths(256000, 40, 8192),
         fixed={"logit_scale": 1.0},
     ),
     "cosmos3_edge_text": Decoder(
         "Cosmos3EdgeForCausalLM",
-        unsaid={
-            "vocab_size": 131072, "num_hidden_layers": 28, "max_position_embeddings": 131072
-        },
+        unsaid=_lengths(131072, 28, 131072),
         has_sections=True,
     ),
     "deepseek_v3": Decoder(
         "DeepseekV3ForCausalLM",
-        unsaid={"vocab_size": 129280, "num_hidden_layers": 61, "max_position_embeddings": 4096},
+        unsaid=_lengths(129280, 61, 4096),
     ),
     "emu3_text_model": Decoder(
         "Emu3TextForCausalLM",
-        unsaid={
-            "vocab_size": 184622, "num_hidden_layers": 32, "max_position_embeddings": 9216
-        },
+        unsaid=_lengths(184622, 32, 9216),
     ),
     "exaone4": Decoder(
         "Exaone4ForCausalLM",
-        unsaid={"vocab_size": 102400, "num_hidden_layers": 32, "max_position_embeddings": 2048},
+        unsaid=_lengths(102400, 32, 2048),
     ),
     "gemma3_text": Decoder(
         "Gemma3ForCausalLM", unsaid={**_GEMMA, "vocab_size": 262208, "num_hidden_layers": 26}
     ),
     "gemma3n_text": Decoder(
         "Gemma3nForCausalLM",
-        unsaid={
-            "vocab_size": 262400, "num_hidden_layers": 35, "max_position_embeddings": 32768,
-            "final_logit_softcapping": 30.0,
-        },
+        unsaid={**_lengths(262400, 35, 32768), "final_logit_softcapping": 30.0},
         capped_in="Gemma3nForConditionalGeneration",
     ),
     "gemma4_text": Decoder(
@@ -139,7 +136,7 @@ DECODERS: dict[str, Decoder] = {
     ),
     "gpt_oss": Decoder(
         "GptOssForCausalLM",
-        unsaid={"vocab_size": 201088, "num_hidden_layers": 36, "max_position_embeddings": 131072},
+        unsaid=_lengths(201088, 36, 131072),
     ),
     "granite": Decoder("GraniteForCausalLM", unsaid=_LLAMA, fixed=_UNSCALED),
     "granite4_vision_text": Decoder("GraniteForCausalLM", "granite", unsaid=_LLAMA),
@@ -155,9 +152,7 @@ DECODERS: dict[str, Decoder] = {
     ),
     "hunyuan_vl_text": Decoder(
         "HunYuanVLForCausalLM",
-        unsaid={
-            "vocab_size": 290943, "num_hidden_layers": 32, "max_position_embeddings": 2048
-        },
+        unsaid=_lengths(290943, 32, 2048),
         has_sections=True,
     ),
     "hyperclovax": Decoder(
@@ -165,33 +160,25 @@ DECODERS: dict[str, Decoder] = {
     ),
     "lfm2": Decoder(
         "Lfm2ForCausalLM",
-        unsaid={"vocab_size": 65536, "num_hidden_layers": 32, "max_position_embeddings": 128000},
+        unsaid=_lengths(65536, 32, 128000),
     ),
     "lfm3": Decoder(
         "Lfm3ForCausalLM",
-        unsaid={
-            "vocab_size": 128000, "num_hidden_layers": 24, "max_position_embeddings": 128000
-        },
+        unsaid=_lengths(128000, 24, 128000),
     ),
     "llama": Decoder("LlamaForCausalLM", unsaid=_LLAMA),
     "llama4_text": Decoder(
         "Llama4ForCausalLM",
-        unsaid={
-            "vocab_size": 202048, "num_hidden_layers": 48, "max_position_embeddings": 131072
-        },
+        unsaid=_lengths(202048, 48, 131072),
     ),
     "ministral3": Decoder(
         "Ministral3ForCausalLM",
-        unsaid={
-            "vocab_size": 131072, "num_hidden_layers": 34, "max_position_embeddings": 262144
-        },
+        unsaid=_lengths(131072, 34, 262144),
     ),
     "mistral": Decoder("MistralForCausalLM", unsaid={**_LLAMA, "intermediate_size": 14336}),
     "mistral4": Decoder(
         "Mistral4ForCausalLM",
-        unsaid={
-            "vocab_size": 131072, "num_hidden_layers": 36, "max_position_embeddings": 1048576
-        },
+        unsaid=_lengths(131072, 36, 1048576),
     ),
     "mllama_text_model": Decoder(
         "MllamaTextForCausalLM",
@@ -203,16 +190,12 @@ DECODERS: dict[str, Decoder] = {
     ),
     "muse_glimmer_text": Decoder(
         "MuseGlimmerForCausalLM",
-        unsaid={
-            "vocab_size": 202048, "num_hidden_layers": 52, "max_position_embeddings": 131072
-        },
+        unsaid={**_lengths(202048, 52, 131072), "final_logit_softcapping": 20.0},
         capped_in="MuseGlimmerForConditionalGeneration",
     ),
     "paddleocr_vl_text": Decoder(
         "PaddleOCRForCausalLM",
-        unsaid={
-            "vocab_size": 103424, "num_hidden_layers": 18, "max_position_embeddings": 131072
-        },
+        unsaid=_lengths(103424, 18, 131072),
         has_sections=True,
     ),
     "qwen2": Decoder("Qwen2ForCausalLM", unsaid=_QWEN3),
@@ -229,15 +212,15 @@ DECODERS: dict[str, Decoder] = {
     "qwen3": Decoder("Qwen3ForCausalLM", unsaid=_QWEN3),
     "qwen3_5_moe_text": Decoder(
         "Qwen3_5MoeForCausalLM",
-        unsaid={"vocab_size": 248320, "num_hidden_layers": 40, "max_position_embeddings": 32768},
+        unsaid=_lengths(248320, 40, 32768),
     ),
     "qwen3_5_text": Decoder(
         "Qwen3_5ForCausalLM",
-        unsaid={"vocab_size": 248320, "num_hidden_layers": 32, "max_position_embeddings": 32768},
+        unsaid=_lengths(248320, 32, 32768),
     ),
     "qwen3_moe": Decoder(
         "Qwen3MoeForCausalLM",
-        unsaid={"vocab_size": 151936, "num_hidden_layers": 24, "max_position_embeddings": 32768},
+        unsaid=_lengths(151936, 24, 32768),
     ),
     "qwen3_omni_moe_text": Decoder(
         "Qwen3MoeForCausalLM",

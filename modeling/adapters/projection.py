@@ -198,8 +198,8 @@ class Projection:
     has one expert's rows in all of those layers.
     replaces: for whole linear maps, the index of the map's own projection. copies: the pages of
     their pool, and of that of draft heads. blocks: how many 8 rows are one layer's.
-    outer_parts: for tokens of the embedding, the larger model's parts that embed some themselves.
-    idle_layers: numbers of the model's layers that no text goes through.
+    outer_parts, idle_layers: the model's: parts of a larger one that embed some tokens themselves,
+    and numbers of layers that no text goes through.
 
     A whole matrix [token ids, hidden] is one page of its pool: each 8 of its rows count as a layer,
     and `inputs` is the hidden size. A classification head [labels, hidden] takes a page for each 8

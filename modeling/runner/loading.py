@@ -212,10 +212,15 @@ def with_other_models(
             others += outer_paths(each.module)
         if each.kind in (ProjectionKind.LINEAR, ProjectionKind.EMBEDDING_TOKENS, *ROUTED_KINDS):
             others += (each.module.partition(".")[2],)
-        if each.kind is ProjectionKind.EMBEDDING_TOKENS:
-            each = replace(each, outer_parts=architecture.outer_parts)
-        each = replace(each, aliases=(*each.aliases, *others), idle_layers=architecture.idle_layers)
-        named.append(replace(each, has_bias=each.has_bias or index in biased))
+        named.append(
+            replace(
+                each,
+                aliases=(*each.aliases, *others),
+                has_bias=each.has_bias or index in biased,
+                outer_parts=architecture.outer_parts,
+                idle_layers=architecture.idle_layers,
+            )
+        )
     whole = whole_projections(model.projections, whole_linears)
     norms = norm_projection(model.norms(), model.width)
     named += [*whole, score_projection(model.width)]

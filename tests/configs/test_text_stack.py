@@ -288,6 +288,7 @@ def test_ends_are_tied_where_either_config_says_so(outer: Any, inner: Any, tied:
         ({"architectures": ["PaliGemmaForConditionalGeneration"]}, "PaliGemma.* is not served"),
         ({"text_config": {**TEXT, "model_type": "t5"}}, "model_type t5 is not served"),
         ({"text_config": {**TEXT, "final_logit_softcapping": 30.0}}, "final_logit_softcapping"),
+        ({"text_config": {**TEXT, "model_type": "muse_glimmer_text"}}, "final_logit_softcapping"),
         # It has a cap unless it is told, and gets its inputs by layer in a class of its own alone.
         ({"text_config": {**TEXT, "model_type": "gemma3n_text"}}, "final_logit_softcapping"),
         (

@@ -156,7 +156,7 @@ def job_of(
 ) -> GenerationJob:
     """The job: for each prompt its candidates, in order."""
     check_endings(constraint, _ignores_end(body), body.min_tokens or 0)
-    body = with_defaults(body, info)
+    body = _with_defaults(body, info)
     seed = secrets.randbits(63) if body.seed is None else body.seed
     sequences = [
         SequenceRequest(
@@ -193,7 +193,7 @@ def job_of(
     )
 
 
-def with_defaults(body: Body, info: EngineInfo) -> Body:
+def _with_defaults(body: Body, info: EngineInfo) -> Body:
     """The request, with the server's sampling where it leaves its own out."""
     given = info.sampling_defaults.items()
     left_out = {name: value for name, value in given if getattr(body, name) is None}

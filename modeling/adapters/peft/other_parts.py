@@ -1,6 +1,5 @@
 """What adapters of a larger model change beside its decoder."""
 
-import re
 from collections.abc import Collection
 
 from configs.architectures.text_stack import is_other_part, parts_of
@@ -27,13 +26,11 @@ def leave_other_parts(
     """
     if not any(module.startswith(LARGER) for module in known):
         return False
-    idle = (
-        re.compile(rf"\.layers\.(?:{'|'.join(map(str, idle_layers))})\.") if idle_layers else None
-    )
+    idle = [f".layers.{layer}." for layer in idle_layers]
     others = {
         key
         for key in [*file.keys()]
-        if is_other_part(key.removeprefix(PREFIX)) or (idle is not None and idle.search(key))
+        if is_other_part(key.removeprefix(PREFIX)) or any(layer in key for layer in idle)
     }
     outer = {key: parts_of(key.removeprefix(PREFIX)).intersection(outer_parts) for key in others}
     changed = [key for key, parts in outer.items() if parts and not _is_idle(file, key)]

@@ -27,7 +27,6 @@ NOT_TAKEN = (
 )
 """What transformers' classes raise for values that they do not take."""
 
-
 _EXPERTS = 3
 """Sizes of a tensor of all of a layer's experts: how many, rows, columns."""
 
@@ -85,13 +84,17 @@ class HeadedDecoder(PreTrainedModel):  # type: ignore[no-untyped-call]
         super().__init__(config)
         self.model = _class_beside(config, "Model")(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self._cap: float | None = None
+        if config.model_type == "muse_glimmer_text":
+            self._factor = float(config.output_multiplier)
+            self._cap = float(config.final_logit_softcapping)
 
     def forward(self, inputs_embeds: Tensor) -> CausalLMOutput:
         """[1, n, hidden] to logits [1, n, vocab_size]."""
-        hidden = self.model(inputs_embeds=inputs_embeds).last_hidden_state
-        logits = self.lm_head(hidden) * getattr(self.config, "output_multiplier", 1.0)
-        cap = getattr(self.config, "final_logit_softcapping", None)
-        return CausalLMOutput(logits=logits if cap is None else torch.tanh(logits / cap) * cap)
+        logits = self.lm_head(self.model(inputs_embeds=inputs_embeds).last_hidden_state)
+        if self._cap is not None:
+            logits = torch.tanh(logits * self._factor / self._cap) * self._cap
+        return CausalLMOutput(logits=logits)
 
 
 def _from_config(config: Any, **options: Any) -> PreTrainedModel:

@@ -153,8 +153,8 @@ class GenericHead(nn.Module):
 
 def embedding_norm(module: nn.Embedding) -> nn.Module | None:
     """The norm inside of an embedding; None for one without."""
-    norm: nn.Module | None = getattr(module, "embed_norm", None)
-    return norm
+    untyped: Any = module
+    return untyped.embed_norm if type(module).__name__ in _NORMED else None
 
 
 def embedding_scale(module: nn.Embedding, device: torch.device) -> Tensor | float | None:
