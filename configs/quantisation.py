@@ -12,7 +12,8 @@ class WeightFormat(StrEnum):
 
     FP8: e4m3, with a scale for each output or for the matrix. FP8_BLOCKS: with one for each block.
     ROUNDED_INT8: 8 bits with the same scales, and activations of 8 bits. PACKED: integers of
-    compressed-tensors. GPTQ, AWQ: integers of these. NF4: 4 bits of bitsandbytes, INT8: its 8 bits.
+    compressed-tensors, FP4: its numbers of 4 bits (nvfp4, mxfp4), and ModelOpt's. GPTQ, AWQ:
+    integers of these. NF4: 4 bits of bitsandbytes, INT8: its 8 bits.
     MXFP4: matrices of experts alone, 4 bits with a power of two for 32 inputs.
     """
 
@@ -20,6 +21,7 @@ class WeightFormat(StrEnum):
     FP8_BLOCKS = "fp8_blocks"
     ROUNDED_INT8 = "rounded_int8"
     PACKED = "packed"
+    FP4 = "fp4"
     GPTQ = "gptq"
     AWQ = "awq"
     NF4 = "nf4"

@@ -17,7 +17,7 @@ from compressed_tensors.quantization import (
     apply_quantization_config,
     preset_name_to_scheme,
 )
-from compressed_tensors.quantization.utils import calculate_qparams
+from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -143,12 +143,17 @@ def _calibrate(module: nn.Module, scheme: QuantizationScheme) -> None:
     else:
         parts = weight.view(*shape, -1)
         low, high = parts.amin(-1), parts.amax(-1)
-    scale, zero = calculate_qparams(low, high, args)
+    whole = getattr(made, "weight_global_scale", None)
+    if whole is not None:
+        whole.copy_(generate_gparam(weight.min(), weight.max()))
+    scale, zero = calculate_qparams(low, high, args, global_scale=whole)
     made.weight_scale.copy_(scale)
     if hasattr(made, "weight_zero_point"):
         made.weight_zero_point.copy_(zero)
     if scheme.input_activations is not None and not scheme.input_activations.dynamic:
         made.input_scale.fill_(0.01 + 0.001 * (weight.shape[0] % 7))
+    if hasattr(made, "input_global_scale"):
+        made.input_global_scale.fill_(400.0 + weight.shape[1])
 
 
 def write_fp8_blocks(folder: Path, dense: Path, block: tuple[int, int]) -> dict[str, Tensor]:

@@ -9,8 +9,9 @@ from configs.quantisation import Activations, Quantisation, WeightFormat
 
 SERVED = (
     "compressed-tensors (fp8 weights with fp8 or unquantised activations, integers of 8 bits with "
-    "activations of 8 bits, and packed integers of 4 or 8 bits), fp8 in blocks, gptq of 4 or 8 "
-    "bits, awq of 4 bits, bitsandbytes of 4 or 8 bits, mxfp4 of gpt-oss"
+    "activations of 8 bits, packed integers of 4 or 8 bits, nvfp4 and mxfp4), fp8 in blocks, gptq "
+    "of 4 or 8 bits, awq of 4 bits, bitsandbytes of 4 or 8 bits, mxfp4 of gpt-oss, modelopt's FP8, "
+    "FP8_PER_CHANNEL_PER_TOKEN, NVFP4 and W4A16_NVFP4"
 )
 
 
@@ -153,11 +154,37 @@ def _scheme(group: Mapping[str, Any]) -> Quantisation:
             group_size=weights.get("group_size") if strategy == "group" else None,
             zero_points=not weights.get("symmetric", True),
         )
+    size = weights.get("group_size")
+    if (kind, bits, strategy, size) in _FP4 and weights.get("symmetric", True):
+        return Quantisation(
+            method=_COMPRESSED,
+            format=WeightFormat.FP4,
+            bits=bits,
+            group_size=size,
+            activations=_fp4_activations(inputs, strategy, size),
+        )
     raise _refused(
         _COMPRESSED,
         f"weights of {kind} with {bits} bits by {strategy}"
         + (f" and activations of {inputs['num_bits']} bits" if inputs else ""),
     )
+
+
+_FP4 = {("float", 4, "tensor_group", 16): "local", ("float", 4, "group", 32): True}
+"""nvfp4 and mxfp4: what shares scales, and whether scales of activations are made in a step."""
+
+
+def _fp4_activations(inputs: Mapping[str, Any] | None, strategy: str, size: int) -> Activations:
+    """Read input_activations beside weights of 4 bits: as they are, or rounded as these."""
+    if not inputs:
+        return Activations.NONE
+    keys = ("type", "num_bits", "strategy", "group_size")
+    found = tuple(inputs.get(key) for key in keys)
+    wanted, dynamic = ("float", 4, strategy, size), inputs.get("dynamic")
+    if found == wanted and dynamic == _FP4[wanted] and inputs.get("symmetric", True):
+        return Activations.GROUP
+    given = {**dict(zip(keys, found, strict=True)), "dynamic": dynamic}
+    raise _refused(_COMPRESSED, f"input_activations {given}")
 
 
 def _block(given: Any) -> list[int]:
@@ -279,6 +306,30 @@ def _mxfp4(given: Mapping[str, Any]) -> Quantisation:
     return Quantisation(method="mxfp4", format=WeightFormat.MXFP4, bits=4, group_size=32)
 
 
+def _modelopt(given: Mapping[str, Any]) -> Quantisation:
+    """Read what NVIDIA's ModelOpt exports."""
+    algorithm = given.get("quant_algo")
+    if algorithm not in _ALGORITHMS:
+        raise _refused("modelopt", f"quant_algo {algorithm}")
+    form, activations = _ALGORITHMS[algorithm]
+    if form is WeightFormat.FP8:
+        return Quantisation(method="modelopt", format=form, activations=activations)
+    groups = [given, *(group["weights"] for group in (given.get("config_groups") or {}).values())]
+    for group in groups:
+        _only(group, "modelopt", {"group_size": (16, None)})
+    return Quantisation(
+        method="modelopt", format=form, bits=4, group_size=16, activations=activations
+    )
+
+
+_ALGORITHMS = {
+    "FP8": (WeightFormat.FP8, Activations.STATIC),
+    "FP8_PER_CHANNEL_PER_TOKEN": (WeightFormat.FP8, Activations.TOKEN),
+    "NVFP4": (WeightFormat.FP4, Activations.GROUP),
+    "W4A16_NVFP4": (WeightFormat.FP4, Activations.NONE),
+}
+"""Of ModelOpt, by `quant_algo`."""
+
 _METHODS: dict[str, Callable[[Mapping[str, Any]], Quantisation]] = {
     _COMPRESSED: _compressed,
     "fp8": _fp8,
@@ -286,4 +337,5 @@ _METHODS: dict[str, Callable[[Mapping[str, Any]], Quantisation]] = {
     "awq": _awq,
     "bitsandbytes": _bitsandbytes,
     "mxfp4": _mxfp4,
+    "modelopt": _modelopt,
 }

@@ -217,7 +217,13 @@ def _read(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
         raise ArchitectureError(f"{folder} holds no config.json: is this a model's folder?")
-    return read_config(path)
+    config = read_config(path)
+    beside = folder / "hf_quant_config.json"
+    if not config.get("quantization_config") and beside.is_file():
+        # Older exports of ModelOpt say it here alone.
+        own = read_config(beside).get("quantization")
+        config["quantization_config"] = {"quant_method": "modelopt", **(own or {})}
+    return config
 
 
 def _keeps_keys(folder: Path, config: Mapping[str, Any]) -> bool:

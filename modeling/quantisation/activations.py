@@ -20,6 +20,9 @@ BLOCK = 128
 SMALLEST = torch.finfo(torch.float32).eps
 """The scale of zeros."""
 
+SMALLEST_FP4 = 0.125
+"""The scale of zeros in nvfp4."""
+
 
 def scales_of(largest: Tensor) -> Tensor:
     """Return the scales of numbers whose largest absolute values these are."""

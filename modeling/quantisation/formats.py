@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from configs.model import Quantize
-from configs.quantisation import Quantisation, WeightFormat
+from configs.quantisation import Activations, Quantisation, WeightFormat
 from modeling.quantisation.base import join
 from modeling.quantisation.bits_and_bytes import (
     BLOCK,
@@ -19,10 +19,12 @@ from modeling.quantisation.bits_and_bytes import (
     round_int8,
     round_nf4,
 )
+from modeling.quantisation.fp4 import round_fp4
 from modeling.quantisation.fp8 import round_blocks, round_rows
 from modeling.quantisation.int8 import read_rounded_int8, round_rows_to_int8
 from modeling.quantisation.integers import round_groups
 from modeling.quantisation.products import SIZES
+from modeling.quantisation.stored_fp4 import read_fp4
 from modeling.quantisation.stored_fp8 import SCALES, read_fp8, read_fp8_blocks
 from modeling.quantisation.stored_integers import BESIDE, CODES, read_awq, read_gptq, read_packed
 from sharding.checkpoint import CheckpointError
@@ -38,6 +40,7 @@ _STORED: dict[WeightFormat, tuple[Reader, tuple[str, ...]]] = {
     WeightFormat.FP8_BLOCKS: (read_fp8_blocks, SCALES),
     WeightFormat.ROUNDED_INT8: (read_rounded_int8, SCALES[:1]),
     WeightFormat.PACKED: (read_packed, ("weight_packed",)),
+    WeightFormat.FP4: (read_fp4, ("weight_packed", "weight_scale_2")),
     WeightFormat.GPTQ: (read_gptq, ("qweight",)),
     WeightFormat.AWQ: (read_awq, ("qweight",)),
     WeightFormat.NF4: (read_four_bits, ("weight.absmax",)),
@@ -160,6 +163,18 @@ class IntegersOfDummies:
         return round_groups(matrix, self._how.bits, self._how.group_size)
 
 
+class Fp4OfDummies:
+    """Numbers of 4 bits, of random weights."""
+
+    def __init__(self, how: Quantisation) -> None:
+        assert how.group_size is not None
+        self._size, self._rounds = how.group_size, how.activations is not Activations.NONE
+
+    def read(self, weights: Weights, parts: Sequence[LinearPart]) -> LinearWeight:
+        """Make maps that share their input, and round them."""
+        return round_fp4(read_dense(weights, parts).matrix, self._size, self._rounds)
+
+
 class BlocksOfDummies:
     """fp8 in blocks, of random weights."""
 
@@ -184,6 +199,7 @@ def format_of_dummies(stored: Quantisation | None, quantize: Quantize) -> Linear
     made: dict[WeightFormat, Callable[[], LinearFormat]] = {
         WeightFormat.FP8: Fp8AtLoad,
         WeightFormat.FP8_BLOCKS: lambda: BlocksOfDummies(stored),
+        WeightFormat.FP4: lambda: Fp4OfDummies(stored),
         WeightFormat.NF4: Nf4AtLoad,
         WeightFormat.INT8: Int8AtLoad,
         WeightFormat.ROUNDED_INT8: RoundedInt8OfDummies,

@@ -97,6 +97,11 @@ def integers(operands: Operands, bias: Tensor | None, out: Tensor | None) -> Ten
     return y if out is None else out.copy_(y)
 
 
+def to_fp4(x: Tensor, size: int, whole: Tensor | None) -> Tensor:
+    """See `GpuProducts.to_fp4`."""
+    return rounding.to_fp4(x.contiguous(), size, whole)
+
+
 def _added(y: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
     """Add the bias to y, and put it where it is wanted."""
     if bias is not None:

@@ -131,7 +131,7 @@ class IntegerWeight(QuantisedWeight):
     def joined(self, others: Sequence[LinearWeight]) -> Self | None:
         """Return one weight of all rows, where all share their groups of inputs."""
         parts = self.with_alike(others)
-        if not parts or not all(self._grouped_like(part) for part in parts):
+        if not parts or not all(self.grouped_like(part) for part in parts):
             return None
         zeros: list[Tensor] = [part.zeros for part in parts if part.zeros is not None]
         groups = Groups(
@@ -142,17 +142,21 @@ class IntegerWeight(QuantisedWeight):
             self.order,
             self.middle,
         )
-        codes = torch.cat([part.unpacked(slice(None)) for part in parts])
+        return self.with_codes(torch.cat([part.unpacked(slice(None)) for part in parts]), groups)
+
+    def with_codes(self, codes: Tensor, groups: Groups) -> Self:
+        """Return weights of other codes, uint8 [out, in], of this kind."""
         return type(self)(codes, groups, self.bits, self.dtype, self.table)
 
     def forward(self, x: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         """x W^T + bias."""
+        x = self.inputs(x)
         gpu = gpu_products(x) if self.is_packed and self.size is not None else None
         is_few = gpu is not None and self._takes_few and len(x) <= MOST_TOKENS
         if self.dequantised is not None and not is_few:
             return multiply(x, self.dequantised, bias, out)
         if gpu is None:
-            return super().forward(x, bias, out)
+            return multiply(x, self[:], bias, out)
         return gpu.integers(self.operands(x), bias, out)
 
     def joins(self, x: Tensor) -> bool:
@@ -199,7 +203,8 @@ class IntegerWeight(QuantisedWeight):
         codes = unpack(self.codes[:, rows]) if self.is_packed else self.codes[rows]
         return codes if self.order is None else codes[:, torch.argsort(self.order)]
 
-    def _grouped_like(self, other: "IntegerWeight") -> bool:
+    def grouped_like(self, other: "IntegerWeight") -> bool:
+        """Return whether another weight's inputs are grouped as this one's."""
         return (
             self.bits == other.bits
             and (self.zeros is None) == (other.zeros is None)

@@ -28,6 +28,7 @@ class GpuProducts:
     codes and scales.
     fp8_blocks: (x, codes, scales of blocks [out / 128, in / 128], bias, out).
     integers: (x and weights of 4 bits, bias, out).
+    to_fp4: `fp4.rounded`.
     """
 
     rounded: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
@@ -36,6 +37,7 @@ class GpuProducts:
     ]
     fp8_blocks: Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
     integers: Callable[[Operands, Tensor | None, Tensor | None], Tensor]
+    to_fp4: Callable[[Tensor, int, Tensor | None], Tensor]
 
 
 def gpu_products(x: Tensor) -> GpuProducts | None:
@@ -55,4 +57,4 @@ def _of_device(device: torch.device) -> GpuProducts | None:
     except ImportError as error:
         logger.warning("quantised weights are slow here: %s", error)
         return None
-    return GpuProducts(gpu.rounded, gpu.fp8, gpu.fp8_blocks, gpu.integers)
+    return GpuProducts(gpu.rounded, gpu.fp8, gpu.fp8_blocks, gpu.integers, gpu.to_fp4)

@@ -25,8 +25,8 @@ CODES = ("weight_packed", "qweight")
 """What a quantised map has instead of its weight."""
 
 BESIDE = (
-    "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape", "scales", "qzeros",
-    "g_idx",
+    "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape", "weight_global_scale",
+    "weight_scale_2", "input_global_scale", "scales", "qzeros", "g_idx",
 )  # fmt: skip
 """What it has besides."""
 
@@ -48,7 +48,7 @@ def in_awq_order(codes: Tensor) -> Tensor:
     return codes.view(len(codes), -1, len(order))[..., order].flatten(-2)
 
 
-def _covering(segments: Segments, factor: int) -> tuple[Segments, Tensor]:
+def covering(segments: Segments, factor: int) -> tuple[Segments, Tensor]:
     """Return the words that hold some codes, and where in the codes of these words they are."""
     words, places, first = [], [], 0
     for start, stop in segments:
@@ -64,7 +64,7 @@ def read_packed(weights: Weights, part: LinearPart, how: Quantisation) -> Intege
     """Read integers of compressed-tensors, signed and stored with 2 ** (bits - 1) added."""
     name, device = part.name, weights.device
     outputs, inputs = part.shape
-    words, places = _covering(part.columns, 32 // how.bits)
+    words, places = covering(part.columns, 32 // how.bits)
     shape = outputs, -(-inputs * how.bits // 32)
     packed = weights.read_stored(f"{name}.weight_packed", shape, part.rows, words)
     codes = unpack_words(packed, how.bits, 1)[:, places.to(device)]
@@ -79,7 +79,7 @@ def read_packed(weights: Weights, part: LinearPart, how: Quantisation) -> Intege
 
 def _packed_zeros(weights: Weights, part: LinearPart, how: Quantisation, count: int) -> Tensor:
     """Read the zero points of this rank's outputs, uint8 [out, groups]; stored as the codes are."""
-    words, places = _covering(part.rows, 32 // how.bits)
+    words, places = covering(part.rows, 32 // how.bits)
     shape = -(-part.shape[0] * how.bits // 32), count
     packed = weights.read_stored(f"{part.name}.weight_zero_point", shape, words)
     return unpack_words(packed, how.bits, 0)[places.to(weights.device)]
@@ -90,7 +90,7 @@ def read_gptq(weights: Weights, part: LinearPart, how: Quantisation) -> IntegerW
     name, device = part.name, weights.device
     outputs, inputs = part.shape
     factor = 32 // how.bits
-    words, places = _covering(part.columns, factor)
+    words, places = covering(part.columns, factor)
     shape = -(-inputs // factor), outputs
     packed = weights.read_stored(f"{name}.qweight", shape, words, part.rows)
     codes = unpack_words(packed, how.bits, 0)[places.to(device)].t()
@@ -104,7 +104,7 @@ def read_awq(weights: Weights, part: LinearPart, how: Quantisation) -> IntegerWe
     """Read AWQ's integers, as its kernels for matrices (gemm) have them."""
     name, device = part.name, weights.device
     outputs, inputs = part.shape
-    words, places = _covering(part.rows, 32 // how.bits)
+    words, places = covering(part.rows, 32 // how.bits)
     shape = inputs, outputs * how.bits // 32
     packed = weights.read_stored(f"{name}.qweight", shape, part.columns, words)
     codes = in_awq_order(unpack_words(packed, how.bits, 1))[:, places.to(device)].t()

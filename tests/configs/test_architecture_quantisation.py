@@ -25,6 +25,16 @@ def int8(inputs: dict[str, Any], **weights: Any) -> dict[str, Any]:
     return given
 
 
+def fp4(size: int, symmetric: bool = True, **inputs: Any) -> dict[str, Any]:
+    """nvfp4 with other inputs that share a scale, and activations as given."""
+    kind = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": size}
+    given = compressed(**kind, symmetric=symmetric)
+    if inputs:
+        own = kind | {"dynamic": "local", "symmetric": True} | inputs
+        given["config_groups"]["group_0"]["input_activations"] = own
+    return given
+
+
 def gptq(**dynamic: Any) -> dict[str, Any]:
     """GPTQ with settings of its own for modules that a pattern finds."""
     return {"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*up_proj": dynamic}}
@@ -54,6 +64,16 @@ def several(*targets: list[str]) -> dict[str, Any]:
         (int8({"symmetric": False}), "input_activations .* with zero points is not supported"),
         (int8({"strategy": "tensor"}), "'tensor', 'dynamic': True} is not supported"),
         (int8({}, symmetric=False), "zero points and activations of 8 bits is not supported"),
+        (fp4(32), "weights of float with 4 bits by tensor_group is not supported"),
+        (fp4(16, symmetric=False), "weights of float with 4 bits by tensor_group is not"),
+        (fp4(16, num_bits=8, dynamic=True), "input_activations .*'num_bits': 8.* is not supported"),
+        (fp4(16, dynamic=True), "input_activations .*'dynamic': True.* is not supported"),
+        ({"quant_method": "modelopt", "quant_algo": "MIXED"}, "quant_algo MIXED is not supported"),
+        ({"quant_method": "modelopt"}, "quant_algo None is not supported"),
+        (
+            {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32},
+            "group_size 32 is not supported",
+        ),
     ],
 )
 def test_what_is_refused(given: dict[str, Any], words: str) -> None:
@@ -79,6 +99,12 @@ def test_packed_integers_are_served() -> None:
         (int8({}), {"format": WeightFormat.ROUNDED_INT8, "activations": Activations.TOKEN}),
         (int8({"strategy": "tensor", "dynamic": False}), {"activations": Activations.STATIC}),
         ({"load_in_8bit": True}, {"format": WeightFormat.INT8}),
+        (fp4(16), {"format": WeightFormat.FP4, "activations": Activations.NONE}),
+        (fp4(16, dynamic="local"), {"group_size": 16, "activations": Activations.GROUP}),
+        (
+            {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"},
+            {"format": WeightFormat.FP8, "activations": Activations.TOKEN},
+        ),
         (
             {"quant_method": "fp8", "fmt": "float8_e4m3fn", "weight_block_size": [128, 128]},
             {"format": WeightFormat.FP8_BLOCKS},

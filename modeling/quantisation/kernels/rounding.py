@@ -1,4 +1,4 @@
-"""Rounding activations to fp8 in Triton: one read of x, one write of the codes and their scales.
+"""Rounding activations in Triton: one read of x, one write of what it becomes.
 
 A programmatic dependent launch (PDL), as `modeling.layers.kernels.operations` says.
 """
@@ -13,7 +13,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from modeling.kernels.launch import Launcher, aligned, has_dependent_launch, launch_options
 from modeling.kernels.tiles import divided
-from modeling.quantisation.activations import FP8, LARGEST, SMALLEST
+from modeling.quantisation.activations import FP8, LARGEST, SMALLEST, SMALLEST_FP4
 
 Pointer = Any
 
@@ -74,8 +74,60 @@ def _by_group(
     tl.store(scales + group * rows + row, scale, mask=group < groups)
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def nearest(x: "Any") -> "Any":
+    """The nearest whole number, ties to even: what is left of a number beside 1.5 * 2 ** 23."""
+    return (x + 12582912.0) - 12582912.0
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _to_fp4(
+    x: "Pointer", whole: "Pointer", y: "Pointer", most: float, smallest: float,
+    groups: tl.constexpr, height: tl.constexpr, size: tl.constexpr,
+    HAS_WHOLE: tl.constexpr, PDL: tl.constexpr,
+) -> None:
+    """y = x rounded to e2m1 by the scales of `height` groups of `size` numbers of one row.
+
+    most: of e4m3. smallest: the scale of zeros. Without `whole` scales are powers of two.
+    """
+    if PDL:
+        gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * height + tl.arange(0, height)
+    place = row * groups * size + group[:, None] * size + tl.arange(0, size)[None, :]
+    inside = (place >= 0) & (group < groups)[:, None]
+    if PDL:
+        gdc_wait()
+    values = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+    largest = tl.max(tl.abs(values), axis=1)
+    if HAS_WHOLE:
+        number = tl.load(whole)
+        # Divided in the type of the numbers.
+        sixth = tl.div_rn(largest, tl.full([height], 6.0, tl.float32))
+        wanted = sixth.to(x.dtype.element_ty).to(tl.float32) * number
+        wanted = tl.minimum(wanted, most)
+        # Three bits behind the first one, of numbers from 2 ** -6 on.
+        power = tl.maximum(wanted.to(tl.int32, bitcast=True) >> 23, 121) - 3
+        fine = (power << 23).to(tl.float32, bitcast=True)
+        coarse = ((254 - power) << 23).to(tl.float32, bitcast=True)
+        stored = nearest(wanted * coarse) * fine
+        stored = tl.where(stored == 0, smallest, stored)
+        scale = tl.div_rn(stored, tl.zeros([height], tl.float32) + number)
+    else:
+        exponent = ((largest.to(tl.int32, bitcast=True) + (1 << 21)) >> 23) - 2
+        scale = (tl.maximum(exponent, 1) << 23).to(tl.float32, bitcast=True)
+    quotients = tl.div_rn(values, tl.zeros([height, size], tl.float32) + scale[:, None])
+    quotients = tl.minimum(tl.maximum(quotients, -6.0), 6.0)
+    amount = tl.abs(quotients)
+    step = tl.where(amount < 2, 0.5, tl.where(amount < 4, 1.0, 2.0))
+    inverse = tl.where(amount < 2, 2.0, tl.where(amount < 4, 1.0, 0.5))
+    found = nearest(quotients * inverse) * step * scale[:, None]
+    tl.store(y + place, found.to(y.dtype.element_ty), mask=inside)
+
+
 # fmt: on
 
+_fp4 = Launcher(_to_fp4)
 _token = Launcher(_by_token)
 _group = Launcher(_by_group)
 
@@ -115,3 +167,22 @@ def by_group(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
         {"num_warps": 4, **launch_options(dependent)},
     )
     return codes, scales.t()
+
+
+def to_fp4(x: Tensor, size: int, whole: Tensor | None) -> Tensor:
+    """`fp4.rounded` of a contiguous x on a GPU."""
+    rows, groups = x.shape[0], x.shape[1] // size
+    y = torch.empty_like(x)
+    if not rows:
+        return y
+    height = min(triton.next_power_of_2(groups), 64)
+    dependent = has_dependent_launch(x.device)
+    _fp4(
+        (x.device, x.dtype, groups, size, whole is None, aligned(x, y)),
+        (rows, -(-groups // height)),
+        (x, x if whole is None else whole, y, LARGEST, SMALLEST_FP4),
+        {"groups": groups, "height": height, "size": size, "HAS_WHOLE": whole is not None,
+         "PDL": dependent},
+        {"num_warps": 4, **launch_options(dependent)},
+    )  # fmt: skip
+    return y

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from configs.quantisation import Activations
 from modeling.quantisation import activations
 from modeling.quantisation.base import QuantisedWeight
+from modeling.quantisation.fp4 import MXFP4, NVFP4, round_fp4, rounded
 from modeling.quantisation.fp8 import round_blocks, round_rows
 from modeling.quantisation.integers import Groups, IntegerWeight, local_groups, round_groups
 
@@ -66,6 +67,9 @@ FORMS: dict[str, Callable[[torch.dtype], QuantisedWeight]] = {
     "blocks": lambda dtype: round_blocks(matrix(dtype), (128, 128), Activations.GROUP),
     "4 bits by 32": lambda dtype: round_groups(matrix(dtype), 4, 32),
     "8 bits": lambda dtype: round_groups(matrix(dtype), 8, 128),
+    "nvfp4": lambda dtype: round_fp4(matrix(dtype), NVFP4, rounds=True),
+    "mxfp4": lambda dtype: round_fp4(matrix(dtype), MXFP4, rounds=True),
+    "weights in nvfp4": lambda dtype: round_fp4(matrix(dtype), NVFP4, rounds=False),
     **INTEGERS,
 }
 
@@ -133,3 +137,17 @@ def test_rounding_is_the_cpus(dtype: torch.dtype) -> None:
     ):
         assert torch.equal(found[0].cpu().view(torch.uint8), wanted[0].view(torch.uint8))
         assert torch.equal(found[1].cpu(), wanted[1].expand(found[1].shape))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("size", "whole"), [(NVFP4, 437.0), (NVFP4, 3e4), (MXFP4, None)])
+def test_rounding_to_4_bits_is_the_cpus(dtype: torch.dtype, size: int, whole: float | None) -> None:
+    from modeling.quantisation.kernels import rounding
+
+    x = torch.randn(37, INPUTS, device="cuda").mul(3)
+    x[0] = 0
+    x[1, :8] = torch.tensor([0.25, 0.75, 1.25, -1.75, 2.5, -3.5, 5.0, 6.0])
+    x = x.to(dtype)
+    number = None if whole is None else torch.tensor([whole])
+    found = rounding.to_fp4(x, size, None if number is None else number.cuda())
+    assert torch.equal(found.cpu(), rounded(x.cpu(), size, number))

@@ -63,7 +63,7 @@ def test_codes_are_multiplied_where_a_kernel_for_few_tokens_takes_them(
         taken.append(len(operands.x))
         return operands.x.new_zeros(len(operands.x), 16)
 
-    gpu = GpuProducts(Mock(), Mock(), Mock(), of_codes)
+    gpu = GpuProducts(Mock(), Mock(), Mock(), of_codes, Mock())
     monkeypatch.setattr(integers, "gpu_products", lambda x: gpu)
     sizes = (1, 3, 64, 65, 300)
     for tokens in sizes:

@@ -21,6 +21,7 @@ from configs.model import DType, ModelConfig, Quantize
 from configs.quantisation import Activations
 from modeling.quantisation.activations import BLOCK
 from modeling.quantisation.bits_and_bytes import round_int8
+from modeling.quantisation.fp4 import MXFP4, NVFP4, round_fp4
 from modeling.quantisation.fp8 import round_blocks, round_rows
 from modeling.quantisation.int8 import round_rows_to_int8
 from modeling.quantisation.integers import round_groups
@@ -111,6 +112,40 @@ def as_rounded_int8(name: str, matrix: Tensor) -> Tensors:
     return {f"{name}.weight": made.codes.data, f"{name}.weight_scale": made.scales.data}
 
 
+def as_nvfp4(name: str, matrix: Tensor) -> Tensors:
+    """nvfp4 as compressed-tensors has it; its number of the inputs is of numbers up to 7."""
+    made = round_fp4(matrix, NVFP4, rounds=True)
+    assert made.input_scale is not None
+    codes, scales = made.unpacked(slice(None)), made.scales.t() * made.input_scale
+    return {
+        f"{name}.weight_packed": codes[:, 0::2] | codes[:, 1::2] << 4,
+        f"{name}.weight_scale": scales.to(torch.float8_e4m3fn),
+        f"{name}.weight_global_scale": made.input_scale.data,
+        f"{name}.input_global_scale": torch.tensor([400.0]),
+    }
+
+
+def as_mxfp4(name: str, matrix: Tensor) -> Tensors:
+    """mxfp4 as compressed-tensors has it."""
+    made = round_fp4(matrix, MXFP4, rounds=True)
+    codes = made.unpacked(slice(None))
+    return {
+        f"{name}.weight_packed": codes[:, 0::2] | codes[:, 1::2] << 4,
+        f"{name}.weight_scale": (made.scales.t().log2() + 127).byte(),
+    }
+
+
+def compressed_to_fp4(rounds: bool, strategy: str, size: int, dynamic: Any) -> dict[str, Any]:
+    """What config.json says of maps in 4 bits; dynamic: of scales of inputs."""
+    kind = {"type": "float", "num_bits": 4, "strategy": strategy, "group_size": size}
+    inputs = {"input_activations": {**kind, "dynamic": dynamic}} if rounds else {}
+    return {
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {"weights": kind, **inputs}},
+    }
+
+
 def _words(codes: Tensor) -> Tensor:
     """Put eight codes of a row into an int32, the first one low."""
     parts = codes.long().view(len(codes), -1, 8) << torch.arange(0, 32, 4)
@@ -166,6 +201,9 @@ FORMS: dict[str, tuple[Callable[[str, Tensor], Tensors] | None, dict[str, Any]]]
             },
         },
     ),
+    "nvfp4": (as_nvfp4, compressed_to_fp4(True, "tensor_group", NVFP4, "local")),
+    "mxfp4": (as_mxfp4, compressed_to_fp4(True, "group", MXFP4, True)),
+    "weights in mxfp4": (as_mxfp4, compressed_to_fp4(False, "group", MXFP4, True)),
     "8 bits": (as_int8, {"quant_method": "bitsandbytes", "load_in_8bit": True}),
     "nf4 at load": (None, {}),
     "8 bits at load": (None, {}),

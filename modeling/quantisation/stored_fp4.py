@@ -1,0 +1,79 @@
+"""Reads numbers of 4 bits (e2m1) of checkpoints: nvfp4 and mxfp4.
+
+weight_packed         uint8 [out, in / 2], two codes a byte, the first one lowest
+weight_scale          e4m3 [out, in / 16] (nvfp4), or uint8 [out, in / 32], 2 ** (scale - 127)
+weight_global_scale   float32 [1]: by what nvfp4's scales were multiplied
+input_global_scale    the same of the scales of its inputs
+
+These are compressed-tensors' names. ModelOpt has the codes in `weight`, and in `weight_scale_2` and
+`input_scale` the inverse of the last two.
+"""
+
+import torch
+from torch import Tensor
+
+from configs.quantisation import Activations, Quantisation
+from modeling.quantisation.fp4 import NVFP4, Fp4Weight
+from modeling.quantisation.integers import local_groups
+from modeling.quantisation.stored_fp8 import indices
+from modeling.quantisation.stored_integers import covering
+from sharding.checkpoint import CheckpointError
+from sharding.linear_weight import LinearPart
+from sharding.loader import Weights
+
+
+def read_fp4(weights: Weights, part: LinearPart, how: Quantisation) -> Fp4Weight:
+    """Read a map in nvfp4 or mxfp4."""
+    size = how.group_size
+    assert size is not None
+    outputs, inputs = part.shape
+    rounds = how.activations is not Activations.NONE
+    words, places = covering(part.columns, 2)
+    own = how.method == "modelopt"
+    name = f"{part.name}.weight" if own else f"{part.name}.weight_packed"
+    packed = weights.read_stored(name, (outputs, -(-inputs // 2)), part.rows, words)
+    if packed.dtype is not torch.uint8:
+        raise CheckpointError(f"{name} is stored as {packed.dtype}, not as {torch.uint8}")
+    codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
+    groups = local_groups(
+        _scales(weights, part, size, own), None, indices(part.columns, weights.device) // size, 0
+    )
+    if rounds and groups.size != size and len(part.columns) > 0:
+        raise ValueError(
+            f"{part.name}: its inputs, {part.columns} of {inputs} on this rank, are not whole "
+            f"groups of {size}, which the checkpoint's activations are rounded in: set "
+            "tensor_parallel to a number that cuts between groups"
+        )
+    codes = codes[:, places.to(weights.device)].contiguous()
+    scale = _input_scale(weights, part, own) if rounds and size == NVFP4 else None
+    return Fp4Weight(codes, groups, weights.dtype, rounds, scale)
+
+
+def _input_scale(weights: Weights, part: LinearPart, own: bool) -> Tensor:
+    """Read by what the scales of a map's inputs are multiplied; own: whether ModelOpt wrote it."""
+    if own:
+        return 1 / _number(weights, f"{part.name}.input_scale")
+    return _number(weights, f"{part.name}.input_global_scale")
+
+
+def _scales(weights: Weights, part: LinearPart, size: int, own: bool) -> Tensor:
+    """Read the scales of this rank's outputs, float32 [out, all groups]."""
+    name = f"{part.name}.weight_scale"
+    shape = part.shape[0], -(-part.shape[1] // size)
+    stored = weights.read_stored(name, shape, part.rows)
+    wanted = torch.float8_e4m3fn if size == NVFP4 else torch.uint8
+    if stored.dtype is not wanted:
+        raise CheckpointError(f"{name} is stored as {stored.dtype}, not as {wanted}")
+    if own:
+        return stored.float() * _number(weights, f"{part.name}.weight_scale_2")
+    if size == NVFP4:
+        return stored.float() / _number(weights, f"{part.name}.weight_global_scale")
+    return torch.exp2(stored.float() - 127)
+
+
+def _number(weights: Weights, name: str) -> Tensor:
+    """Read one number, float32 [1]."""
+    number = weights.read(name, weights.stored_shape(name), dtype=torch.float32).flatten()
+    if len(number) != 1 or not bool(number > 0):
+        raise CheckpointError(f"{name} is not one positive number")
+    return number
