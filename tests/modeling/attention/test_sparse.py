@@ -1,15 +1,18 @@
 """Attention to chosen positions against the equation of sparse.py, written as a loop."""
 
+import weakref
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from configs.engine import AttentionKind
 from modeling.attention import sparse
-from modeling.attention.kv_cache import FP8
+from modeling.attention.base import AttentionSpec
+from modeling.attention.kv_cache import FP8, CacheSpec, allocate
 from modeling.attention.select import select_attention
 from modeling.attention.sparse import SparseAttention, TokenIndex, select
 from tests.modeling.attention.test_sdpa import Paged
@@ -56,12 +59,16 @@ class Indexed(Paged):
         return torch.stack(found)
 
 
+def sparse_backend(spec: AttentionSpec) -> SparseAttention:
+    backend = select_attention(AttentionKind.SDPA, spec).backend
+    assert isinstance(backend, SparseAttention)
+    return backend
+
+
 def made(name: str, **options: Any) -> tuple[Indexed, SparseAttention]:
     heads = (HEADS + 1, HEADS + 1)
     rows = Indexed(STEPS[name], 16, heads=heads, head_dim=HEAD_DIM, **options)
-    choice = select_attention(AttentionKind.AUTO, replace(rows.spec(), index_topk=TOPK))
-    assert isinstance(choice.backend, SparseAttention)
-    return rows, choice.backend
+    return rows, sparse_backend(replace(rows.spec(), index_topk=TOPK))
 
 
 def computed(rows: Indexed, backend: SparseAttention, index: TokenIndex) -> Tensor:
@@ -136,3 +143,57 @@ def test_index_keys_that_are_too_wide_are_refused() -> None:
     index = TokenIndex(torch.empty(0), torch.empty(0), torch.randn(2, 17), TOPK)
     with pytest.raises(ValueError, match="index_head_dim is more than twice a head's 8 numbers"):
         index.with_head(*torch.randn(2, 2, 2, HEAD_DIM))
+
+
+class Memory(TorchFunctionMode):
+    """Counts the bytes of tensors that functions return, and that are there at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for each in found if isinstance(found, tuple) else (found,):
+            if isinstance(each, Tensor):
+                self._count(each.untyped_storage())
+        return found
+
+    def _count(self, storage: Any) -> None:
+        if id(storage) not in self._known:
+            self._known.add(id(storage))
+            self.live += storage.nbytes()
+            self.peak = max(self.peak, self.live)
+            weakref.finalize(storage, self._forget, id(storage), storage.nbytes())
+
+    def _forget(self, number: int, size: int) -> None:
+        self._known.discard(number)
+        self.live -= size
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize(
+    ("lengths", "heads"),
+    [([(512, 8192)], 16), ([(2048, 2100)], 128), ([(32, 163840)], 8), ([(1, 65536)] * 64, 16)],
+)
+def test_memory_of_a_step(lengths: list[tuple[int, int]], heads: int, sinks: bool) -> None:
+    """Of shares of DeepSeek-V3.2, without numbers."""
+    device, dtype = torch.device("meta"), torch.bfloat16
+    heads, tokens = heads + 1, sum(queries for queries, _ in lengths)
+    spec = AttentionSpec(heads, heads, 192, 0.1, 64, dtype, device, index_topk=2048, sinks=sinks)
+    backend = sparse_backend(spec)
+    (cache,) = allocate(CacheSpec(1, 64, heads, 192, dtype), 1, device)
+    with device:
+        q = torch.empty(tokens, heads, 192, dtype=dtype)
+        queries = torch.empty(tokens, 64, 128, dtype=dtype)
+        index = TokenIndex(queries, torch.empty(tokens, 64), torch.empty(0), 2048)
+        tables = torch.empty(len(lengths), lengths[0][1] // 64 + 1, dtype=torch.int32)
+    with Memory() as memory:
+        own, keys = zip(*lengths, strict=True)
+        step = replace(backend.prepare(own, keys, tables), index=index)
+        found = backend.forward(q, cache, tables, tables, step, sinks=q[0, :, 0] if sinks else None)
+    assert found.shape == q.shape
+    assert 0 < memory.peak < backend.scratch_bytes
