@@ -241,6 +241,21 @@ MIXER_ADAPTERS = {
 }  # fmt: skip
 """On what is before a feed-forward, so on no experts."""
 
+INDEX = ("wq_b", "wk", "weights_proj")
+"""Linear layers of an index of positions."""
+
+INDEX_ADAPTERS = {
+    "r8": AdapterRecipe(
+        r=8, alpha=16.0, seed=20, std=0.1,
+        target_modules=(
+            *INDEX, "q_a_proj", "q_b_proj", "q_gate_proj", "kv_a_proj_with_mqa", "kv_b_proj",
+            "o_proj",
+        ),
+    ),
+    # It moves all logits a little, and many choices.
+    "index": AdapterRecipe(r=6, target_modules=(*INDEX, "o_proj"), std=0.3, seed=21),
+}  # fmt: skip
+
 MIXTURES = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "glm4_moe", "granitemoe")
 """Types whose feed-forward is a mixture of experts."""
 

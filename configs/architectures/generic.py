@@ -13,21 +13,21 @@ from configs.architectures.outer_tokens import OuterTokens
 
 PAGED_TYPES = frozenset(
     (
-        "afmoe", "apertus", "apertus1p5_text", "arcee", "aria_text", "axk1", "bailing_hybrid",
-        "bamba", "beam", "biogpt", "bitnet", "cohere", "cohere2", "cohere2_moe",
-        "cohere_compass_text", "ctrl", "cwm", "dbrx", "deepseek_v2", "deepseek_v3", "dots1",
-        "ernie4_5", "ernie4_5_moe", "exaone", "exaone4", "exaone_moe", "falcon_h1", "flex_olmo",
-        "flint", "gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text",
-        "gemma4_unified_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt_bigcode", "gpt_oss",
-        "granite_swa", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared",
-        "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm3",
-        "iquestcoder", "jais2", "jetmoe", "kimi_linear", "kolibri1", "laguna", "lfm2", "lfm2_moe",
-        "lfm3", "llama4_text", "mellum", "mimo_v2_flash", "minicpm3", "minimax_m2",
-        "minimax_m3_vl_text", "ministral", "ministral3", "mixtral", "modernbert-decoder",
-        "nanochat", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3", "olmo_hybrid", "olmoe",
-        "persimmon", "phi", "phimoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe",
-        "qwen3_next", "sarvam_mla", "sarvam_moe", "seed_oss", "smollm3", "solar_open", "stablelm",
-        "starcoder2", "vaultgemma", "youtu",
+        "afmoe", "apertus", "apertus1p5_text", "arcee", "aria_text", "axk1", "axk2",
+        "bailing_hybrid", "bamba", "beam", "biogpt", "bitnet", "cohere", "cohere2", "cohere2_moe",
+        "cohere_compass_text", "ctrl", "cwm", "dbrx", "deepseek_v2", "deepseek_v3", "deepseek_v32",
+        "dots1", "ernie4_5", "ernie4_5_moe", "exaone", "exaone4", "exaone_moe", "falcon_h1",
+        "flex_olmo", "flint", "gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text",
+        "gemma4_unified_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa",
+        "gpt_bigcode", "gpt_oss", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoehybrid",
+        "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hy_v4",
+        "hyperclovax", "internlm3", "iquestcoder", "jais2", "jetmoe", "kimi_linear", "kolibri1",
+        "laguna", "lfm2", "lfm2_moe", "lfm3", "llama4_text", "mellum", "mimo_v2_flash", "minicpm3",
+        "minimax_m2", "minimax_m3_vl_text", "ministral", "ministral3", "mixtral",
+        "modernbert-decoder", "nanochat", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3",
+        "olmo_hybrid", "olmoe", "persimmon", "phi", "phimoe", "qwen2_moe", "qwen3_5_moe_text",
+        "qwen3_5_text", "qwen3_moe", "qwen3_next", "sarvam_mla", "sarvam_moe", "seed_oss",
+        "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma", "youtu",
     )
 )  # fmt: skip
 """The `model_type`s of config.json that are served so."""
@@ -59,6 +59,12 @@ RECURRENT_TYPES = frozenset(
     )
 )  # fmt: skip
 """Those of them that may have recurrent layers beside those that attend."""
+
+INDEXED_TYPES = frozenset({"axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4"})
+"""Those of which an index chooses the positions that tokens see."""
+
+_INDEXED = frozenset({"indexed_attention", "deepseek_sparse_attention"})
+"""How transformers calls all of their layers, since 5.24 and before."""
 
 _LAYER_KINDS = frozenset({"attention", "full_attention", "sliding_attention", "chunked_attention"})
 
@@ -108,7 +114,11 @@ def parse(name: str, config: Mapping[str, Any]) -> GenericArchitecture | padded.
     if reason is not None:
         return found.model_copy(update={"reason": reason})
     shared = {key: getattr(found, key) for key in ModelArchitecture.model_fields}
-    return GenericArchitecture(**shared, settings=dict(config))
+    settings = dict(config)
+    if settings["model_type"] in INDEXED_TYPES:
+        # All are alike, and each version of transformers has a name for them.
+        settings.pop("layer_types", None)
+    return GenericArchitecture(**shared, settings=settings)
 
 
 def _obstacle(config: Mapping[str, Any]) -> str | None:
@@ -121,6 +131,8 @@ def _obstacle(config: Mapping[str, Any]) -> str | None:
     if ropes:
         return f"rope_type {', '.join(sorted(map(str, ropes)))} is not served paged for {kind}"
     layers = {*(config.get("layer_types") or ())} - _LAYER_KINDS
+    if kind in INDEXED_TYPES:
+        layers -= _INDEXED
     if layers and kind not in RECURRENT_TYPES:
         return f"layer_types {', '.join(sorted(layers))} are not served paged"
     table = config.get("vocab_size_per_layer_input") or config["vocab_size"]

@@ -35,7 +35,8 @@ class AttentionSpec:
     before the softmax. page_size: tokens in a page. windows: every window that some layer has,
     in tokens; None is a layer that sees all. cache_dtype: of the cached keys and values, None
     for `dtype`. softcap: the cap of the scores, None: none. sinks: whether some layer has sinks.
-    alibi: the slope of each of this rank's heads, None: none.
+    alibi: the slope of each of this rank's heads, None: none. index_topk: how many positions, which
+    an index chooses, a token sees at most (sparse.py); None: all.
     """
 
     num_heads: int
@@ -50,6 +51,7 @@ class AttentionSpec:
     softcap: float | None = None
     sinks: bool = False
     alibi: tuple[float, ...] | None = None
+    index_topk: int | None = None
 
 
 @dataclass(frozen=True)
@@ -97,9 +99,13 @@ class GraphAttention(ABC):
 
 
 class AttentionBackend(ABC):
-    """One way to compute paged attention."""
+    """One way to compute paged attention.
+
+    scratch_bytes: what a step may take beyond what the steps that are tried at start do.
+    """
 
     name: str
+    scratch_bytes = 0
 
     def __init__(self, spec: AttentionSpec) -> None:
         """Build for one model on one device; ValueError says what this backend lacks for it."""

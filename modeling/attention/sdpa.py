@@ -5,7 +5,8 @@ Gathers are by token and not by page, so a row never touches what another one le
 (padding repeats the row's own first token), not even where zero weight would meet a NaN.
 What is gathered is brought to the type of q, and an fp8 cache's to its scale, before it is used.
 A layer with a window gathers only the keys that some query of the row sees.
-A model with a cap, slopes or sinks, which torch lacks, goes through dense.py instead.
+A model with a cap, slopes or sinks, which torch lacks, goes through dense.py instead. Of one with
+an index sparse.py attends; slots and positions are planned here.
 """
 
 from collections import defaultdict
@@ -92,7 +93,8 @@ class SdpaAttention(AttentionBackend):
 
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__(spec)
-        self._dense = spec.softcap is not None or spec.sinks or spec.alibi is not None
+        own = spec.softcap, spec.alibi, spec.index_topk
+        self._dense = spec.sinks or any(each is not None for each in own)
         self._slopes: Tensor | None = None
         if spec.alibi is not None:
             self._slopes = torch.tensor(spec.alibi, dtype=torch.float32, device=spec.device)

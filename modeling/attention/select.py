@@ -1,10 +1,11 @@
 """Selects an attention backend."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from configs.engine import AttentionKind
 from modeling.attention.base import AttentionBackend, AttentionSpec
+from modeling.attention.sparse import SparseAttention
 
 
 def _flashinfer() -> type[AttentionBackend]:
@@ -65,6 +66,9 @@ def select_attention(wanted: AttentionKind, spec: AttentionSpec) -> AttentionCho
 
     ValueError if the wanted one is not available or lacks something that the model needs.
     """
+    if spec.index_topk is not None:
+        dense = select_attention(wanted, replace(spec, index_topk=None))
+        return AttentionChoice(SparseAttention(spec, dense.backend), dense.reason)
     if wanted is not AttentionKind.AUTO:
         return AttentionChoice(_load(wanted)(spec), f"{wanted}: requested")
     passed_over: list[str] = []

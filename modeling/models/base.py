@@ -21,6 +21,8 @@ class AttentionLayer:
     window: how many of the last tokens a token sees, itself included; None: all.
     chunk: tokens see only those of their own chunk of so many; None: no chunks.
     source: the layer that stores the keys and values this one reads; None: it has its own.
+    index_topk: a token sees so many positions at most, which an index chooses; the last head has
+        the keys of that. None: no index.
     """
 
     num_heads: int
@@ -32,6 +34,7 @@ class AttentionLayer:
     sinks: bool = False
     chunk: int | None = None
     source: int | None = None
+    index_topk: int | None = None
 
 
 class RecurrentStates(Protocol):

@@ -1,7 +1,7 @@
 """What every layer of one forward reads beside its hidden states: attention and adapters."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from torch import Tensor
@@ -9,6 +9,7 @@ from torch import Tensor
 from modeling.adapters.product import AdapterData
 from modeling.attention.base import AttentionStep
 from modeling.attention.kv_cache import LayerCache
+from modeling.attention.sparse import SparseStep, TokenIndex
 from modeling.layers.angles import Angles
 from modeling.layers.attention import rotate_and_store, split_heads
 from modeling.layers.head_norms import HeadNorms
@@ -108,16 +109,23 @@ class PagedContext:
         return rotate_and_store(parts, angles, cache, slots, self.stored, norms, overwrites)
 
     def query(
-        self, layer: int, q: Tensor, window: int | None = None, sinks: Tensor | None = None
+        self,
+        layer: int,
+        q: Tensor,
+        window: int | None = None,
+        sinks: Tensor | None = None,
+        index: TokenIndex | None = None,
     ) -> Tensor:
         """Attention of q [tokens, heads, head_dim] over what the layer's pages hold.
 
         window: how many of the last tokens this layer sees; None: all. sinks: see
-        `AttentionSpec`.
+        `AttentionSpec`. index: of a layer that has one.
         """
         cache = self.caches[layer]
         group = self.groups[cache.group]
         step = group.attention
+        if isinstance(step, SparseStep):
+            step = replace(step, index=index)
         return step.backend.forward(
             q, cache, group.cu_seqlens, group.block_tables, step, window, sinks
         )

@@ -220,6 +220,7 @@ class LoadedPaged(LoadedRunner):
                 taken += self._graph_bytes()
             if parts.drafter is not None:
                 taken += parts.drafter.scratch_bytes
+            taken += max(backend.scratch_bytes for backend in parts.backends)
             try:
                 return cuda_blocks(config, device_memory(parts.device), taken, block_bytes)
             except NoCacheRoomError as error:
@@ -305,9 +306,7 @@ class LoadedPaged(LoadedRunner):
         """What is captured; no decode steps where the attention cannot be captured."""
         config, groups = self.parts.config, self.parts.size.groups
         if not self.parts.weights.model.capturable:
-            logger.info(
-                "no steps are captured: the host reads what this model in this type computes"
-            )
+            logger.info("no steps are captured: those of this model in this type cannot be")
             return GraphSizes()
         has_form = all(
             backend.graph_words(1, group.blocks(1)) is not None

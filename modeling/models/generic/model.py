@@ -31,6 +31,7 @@ from modeling.models.generic.experts import RoutedLayers
 from modeling.models.generic.found_norms import find_norms, input_shapes
 from modeling.models.generic.fusions import fuse, norm_heads_alone
 from modeling.models.generic.head_alone import without_decoder
+from modeling.models.generic.indexed import MARKS, take_over_indexes
 from modeling.models.generic.linears import replace_linears
 from modeling.models.generic.modules import (
     CLEARS_PADDING,
@@ -130,8 +131,10 @@ class GenericForCausalLM(nn.Module):
             if hasattr(module, "layer_idx"):
                 setattr(module, "loray_step", self._step)  # noqa: B010 - modules are not ours
         self._recurrent = RecurrentLayers(self.causal, self._step, self._decoder.config)
+        self._has_index = take_over_indexes(self.causal)
         self._forms = self._learn_layers()
-        has_form = groups_can_be_captured(self.causal, self.dtype)
+        # By an index a row is computed as its length is.
+        has_form = not self._has_index and groups_can_be_captured(self.causal, self.dtype)
         self._shared_tail = self._find_tail()
         self.capturable = has_form and self._recurrent.can_be_captured() and self._never_waits()
 
@@ -163,7 +166,8 @@ class GenericForCausalLM(nn.Module):
     @property
     def decoder_layers(self) -> Sequence[nn.Module]:
         """The decoder's layers; see `PagedModel`."""
-        return tuple(getattr(self._decoder, "layers", ()))
+        # With an index they return more than the stream.
+        return () if self._has_index else tuple(getattr(self._decoder, "layers", ()))
 
     @torch.inference_mode()
     def paged(
@@ -279,6 +283,8 @@ class GenericForCausalLM(nn.Module):
         if self._counts_positions:
             options["attention_mask"] = MASKS
             options[self._cache_name] = PositionsAsLength(position_ids)
+        if self._has_index:
+            options["attention_mask"] = MARKS
         given = {"input_ids": input_ids[None], "position_ids": position_ids[None]}
         with self._numbers or nullcontext():
             out = self._decoder(**given, **options)

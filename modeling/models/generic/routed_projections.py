@@ -16,9 +16,9 @@ from sharding.slicing import Segments, whole
 
 CONVERTED = frozenset(
     (
-        "afmoe", "beam", "cohere2_moe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe",
-        "exaone_moe", "flex_olmo", "glm4_moe", "glm4_moe_lite", "hunyuan_v1_moe", "mellum",
-        "minimax_m2", "mixtral", "olmoe", "qwen3_moe", "solar_open",
+        "afmoe", "beam", "cohere2_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1",
+        "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa",
+        "hunyuan_v1_moe", "mellum", "minimax_m2", "mixtral", "olmoe", "qwen3_moe", "solar_open",
     )
 )  # fmt: skip
 """Types for which PEFT joins modules of single experts (peft/utils/transformers_weight_conversion

@@ -17,6 +17,7 @@ from transformers import AttentionInterface
 
 from modeling.adapters.product import AdapterData, ExpertAdapters, ExpertDeltas, TokenGroup
 from modeling.adapters.vocabulary import VocabularyAdapters
+from modeling.attention.sparse import TokenIndex
 from modeling.layers.angles import Angles
 from modeling.layers.attention import rotate_queries
 from modeling.layers.head_norms import HeadNorms
@@ -45,7 +46,8 @@ class Heads:
 
     sinks: float [heads], see `AttentionSpec`; None for a layer without. angles: by which q and k
     are still to be rotated; None: they are. norms: what the heads of q, k and v are still to be
-    normed by, before that; None: they are.
+    normed by, before that; None: they are. index: by which tokens choose the positions that they
+    see, the last head has its keys; None: they see all.
     """
 
     q: Tensor
@@ -54,6 +56,7 @@ class Heads:
     sinks: Tensor | None
     angles: tuple[Angles | None, Angles | None] = (None, None)
     norms: Sequence[FusedRMSNorm | None] = (None, None, None)
+    index: TokenIndex | None = None
 
     @property
     def head_norms(self) -> HeadNorms | None:
@@ -138,7 +141,7 @@ class PagedLayers:
             norm = heads.norms[0]
             norms = None if norm is None else HeadNorms((norm.weight,), (norm.eps,))
             q = rotate_queries(heads.q, heads.angles[0], norms)
-        return self._context.query(at, q, known.window, heads.sinks)
+        return self._context.query(at, q, known.window, heads.sinks, heads.index)
 
     def _store(self, layer: int, heads: Heads) -> Tensor:
         """Norm and rotate what is not yet, put k and v into the cache, return q."""
@@ -327,12 +330,14 @@ def attend(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    indices: TokenIndex | None = None,
     **_options: Any,
 ) -> tuple[Tensor, None]:
     """transformers' interface: query, key, value [1, heads, tokens, head_dim].
 
     Returns [1, tokens, heads, value head_dim]. Rows, causality and windows are the backend's: of a
-    mask no more is read than its window, where it is a mark.
+    mask no more is read than its window, where it is a mark. indices: what the layer's index made
+    of its tokens (`indexed.py`).
     """
     owner: Any = module
     step: CurrentStep = owner.loray_step
@@ -341,6 +346,10 @@ def attend(
     if value_width < width:
         # One layer's keys and values are of one width; zeros add nothing to the sums.
         v = F.pad(v, (0, width - value_width))
+    if indices is not None:
+        k, v = indices.with_head(k, v)
+        q = F.pad(q, (0, 0, 0, 1))
+        s_aux = None if s_aux is None else F.pad(s_aux, (0, 1))
     form = AttentionLayer(
         num_heads=q.shape[1],
         num_kv_heads=k.shape[1],
@@ -349,10 +358,11 @@ def attend(
         window=marked_window(attention_mask, sliding_window),
         softcap=softcap,
         sinks=s_aux is not None,
+        index_topk=None if indices is None else indices.topk,
     )
-    heads = Heads(q, k, v, s_aux)
+    heads = Heads(q, k, v, s_aux, index=indices)
     out = step.attend(owner.layer_idx, (query, key, value), heads, form)
-    return out[None, ..., :value_width], None
+    return out[None, :, : query.shape[1], :value_width], None
 
 
 AttentionInterface.register(ATTENTION, attend)

@@ -55,7 +55,7 @@ SMALL: dict[str, Any] = {
     **_WIDE, **_INNER, **_DEEP, **_HEADS, **_LENGTHS, **_EIGHT, **_EXPERTS, **_EXPERT,
     "vocab_size": 96, "encoder_layers": 1, "num_key_value_heads": 2, "num_experts_per_tok": 2,
     "kv_lora_rank": 16, "q_lora_rank": 16, "qk_head_dim": 16, "n_group": 1, "topk_group": 1,
-    "first_k_dense_replace": 1, "rotary_dim": 4, "index_n_heads": 2, "residual_multiplier": 0.5,
+    "first_k_dense_replace": 1, "rotary_dim": 4, "index_n_heads": 32, "residual_multiplier": 0.5,
 }  # fmt: skip
 """Numbers by the names under which configs have them."""
 
@@ -63,8 +63,9 @@ WIDE: dict[str, int] = {
     **dict.fromkeys(_WIDE, 256), **dict.fromkeys(_INNER, 512), **dict.fromkeys(_EXPERT, 256),
     "head_dim": 64, "dim_head": 64, "global_head_dim": 128, "v_head_dim": 64, "rotary_dim": 32,
     "qk_rope_head_dim": 32, "qk_nope_head_dim": 64, "qk_head_dim": 96, "kv_lora_rank": 128,
-    "q_lora_rank": 256, "shared_intermediate_size": 512, "intermediate_size_mlp": 512,
-    "moe_shared_expert_intermediate_size": 256, "mamba_d_head": 128, "mamba_d_ssm": 512,
+    "q_lora_rank": 256, "index_head_dim": 64, "shared_intermediate_size": 512,
+    "intermediate_size_mlp": 512, "moe_shared_expert_intermediate_size": 256, "mamba_d_head": 128,
+    "mamba_d_ssm": 512,
 }  # fmt: skip
 """What numbers become in the variant "wide": some kernels of GPUs take only such."""
 
@@ -96,6 +97,7 @@ OWN: dict[str, dict[str, Any]] = {
         "layer_types": LINEAR, "mlp_layer_types": ["dense", "sparse"], "linear_head_dim": 8,
         "linear_num_heads": 4, "num_experts_per_token": 2,
     },
+    **{kind: {"indexer_types": ["full", "shared"]} for kind in ("glm_moe_dsa", "hy_v4")},
     "bamba": {**_MAMBA, "attn_layer_indices": [1]},
     "falcon_h1": {
         **_MAMBA, "mamba_d_ssm": 64, "ssm_multipliers": [0.5, 1.5, 0.8, 1.2, 2.0],

@@ -34,6 +34,7 @@ from tests.checkpoints_experts import EXPERT_ADAPTERS, converted, write_mixture
 from tests.checkpoints_generic import (
     GENERIC_ADAPTERS,
     GENERIC_ENDS,
+    INDEX_ADAPTERS,
     MIXER_ADAPTERS,
     write_generic,
     write_headless,
@@ -271,6 +272,7 @@ FAMILIES: dict[str, Family] = {
     "vocabulary_relative": Family(write_relative, VOCABULARY_ADAPTERS),
     "generic": Family(write_generic, GENERIC_ADAPTERS),
     "mixers": Family(write_generic, MIXER_ADAPTERS),
+    "indexed": Family(write_generic, INDEX_ADAPTERS),
     "mixture": Family(write_mixture, EXPERT_ADAPTERS),
     "headless": Family(write_headless, EXPERT_ADAPTERS),
     "converted": Family(write_generic, converted("qwen3_moe")),

@@ -36,6 +36,7 @@ from tests.checkpoints import (
 )
 from tests.checkpoints_generic import write_generic
 from tests.checkpoints_others import write_gpt2
+from tests.modeling.models.tiny_causal import write_tiny
 from tests.modeling.parity.comparison import BLOCK_SIZE, engine_config
 from tests.modeling.parity.test_medusa import WatchedRanks, guessed
 from tests.modeling.parity.test_speculation import NUM_TOKENS, REQUESTS
@@ -384,6 +385,8 @@ def test_heads_of_other_models_are_refused(tmp_path: Path) -> None:
         load(heads.write(tmp_path / "few", **few))
     with pytest.raises(ValueError, match="cannot read the states of this model's layers"):
         load(folder, write_gpt2(tmp_path / "gpt2", "plain"))
+    with pytest.raises(ValueError, match="cannot read the states of this model's layers"):
+        load(folder, write_tiny(tmp_path / "indexed", "glm_moe_dsa"))
     windowed = write_relative(tmp_path / "windowed", "mistral", sliding_window=8)
     with pytest.raises(ValueError, match="each layer of this model has a window"):
         load(first, windowed)

@@ -23,6 +23,7 @@ from tests.checkpoints_generic import write_generic
 from tests.checkpoints_quantised import write_fp8_blocks
 from tests.modeling.parity.comparison import engine_config
 from tests.modeling.quantisation.quantised import compare
+from tests.sweeps import swept
 
 # PEFT looks for patterns of parameters among modules, and warns that it found none.
 pytestmark = pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")
@@ -80,7 +81,10 @@ def rounding_oracle(numbers: Path, quantised: set[str]) -> Any:
     return model
 
 
-@pytest.fixture(scope="module", params=["qwen3_moe", "deepseek_v3"])
+KINDS = swept(["qwen3_moe", "deepseek_v3", "deepseek_v32"], lambda kind: kind != "deepseek_v32")
+
+
+@pytest.fixture(scope="module", params=KINDS)
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("fp8-experts")
     dense = write_generic(root / "dense", request.param)
