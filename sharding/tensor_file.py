@@ -46,6 +46,7 @@ FLOAT_TYPES = {
 
 STORED_TYPES = FLOAT_TYPES | {
     "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "I64": torch.int64,
     "I32": torch.int32,
     "I8": torch.int8,

@@ -156,20 +156,28 @@ def _calibrate(module: nn.Module, scheme: QuantizationScheme) -> None:
         made.input_global_scale.fill_(400.0 + weight.shape[1])
 
 
-def write_fp8_blocks(folder: Path, dense: Path, block: tuple[int, int]) -> dict[str, Tensor]:
+def write_fp8_blocks(
+    folder: Path,
+    dense: Path,
+    block: tuple[int, int],
+    scale_format: str = "float",
+    scale_dtype: torch.dtype | None = None,
+) -> dict[str, Tensor]:
     """Write a model as transformers stores fp8 in blocks; returns the weights as it reads them.
 
-    Names are those of the dense checkpoint.
+    Names are those of the dense checkpoint. scale_format: "ue8m0" makes powers of two. scale_dtype:
+    in which they are stored; None: as transformers does.
     """
     settings = {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
         "weight_block_size": list(block),
         "modules_to_not_convert": ["lm_head"],
+        "scale_fmt": scale_format,
     }
     quantise, dequantise = (cast(Any, each) for each in (Fp8Quantize, Fp8Dequantize))
     how = SimpleNamespace(
-        quantization_config=SimpleNamespace(weight_block_size=block, scale_fmt="float")
+        quantization_config=SimpleNamespace(weight_block_size=block, scale_fmt=scale_format)
     )
     stored = load_file(dense / "model.safetensors")
     numbers: dict[str, Tensor] = {}
@@ -181,6 +189,8 @@ def write_fp8_blocks(folder: Path, dense: Path, block: tuple[int, int]) -> dict[
             "weight_scale_inv": made[f"{name}_scale_inv"],
         }
         (numbers[name],) = dequantise(how).convert(parts, full_layer_name=name).values()
+        scales = made[f"{name}_scale_inv"]
+        stored[f"{name}_scale_inv"] = scales.to(scale_dtype or scales.dtype)
     folder.mkdir(parents=True)
     save_file({name: tensor.contiguous() for name, tensor in stored.items()},
               folder / "model.safetensors")  # fmt: skip

@@ -216,7 +216,7 @@ def _activations(
 def _fp8(given: Mapping[str, Any]) -> Quantisation:
     """Read what DeepSeek and Qwen publish, and transformers writes."""
     formats = ("e4m3", "float8_e4m3fn", None)
-    _only(given, "fp8", {"fmt": formats, "scale_fmt": ("float", None)})
+    _only(given, "fp8", {"fmt": formats, "scale_fmt": ("float", "ue8m0", None)})
     block = given.get("weight_block_size")
     scheme = given.get("activation_scheme", "dynamic")
     if scheme not in ("dynamic", "static") or (block is None and scheme == "dynamic"):

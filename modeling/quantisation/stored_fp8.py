@@ -2,7 +2,7 @@
 
 weight                       e4m3 [out, in]
 weight_scale                 one, [out, 1], or one for each block   (compressed-tensors)
-weight_scale_inv             the same, of the method fp8; it multiplies too
+weight_scale_inv             the same, of the method fp8; it multiplies too, and may be e8m0
 input_scale, activation_scale    of static activations, in the same order
 """
 
@@ -88,7 +88,7 @@ def _number(weights: Weights, part: LinearPart, names: tuple[str, ...]) -> Tenso
     """Read the first tensor of these names that there is, whole, in float32."""
     for name in (f"{part.name}.{end}" for end in names):
         if weights.lists(name):
-            return weights.read(name, weights.stored_shape(name), dtype=torch.float32)
+            return weights.read_stored(name, weights.stored_shape(name)).float()
     raise CheckpointError(f"the checkpoint has no tensor {part.name}.{names[0]}")
 
 

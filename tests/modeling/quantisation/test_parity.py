@@ -84,6 +84,14 @@ class World:
             write_compressed(folder, self.dense(family), preset, **kind)
         return folder
 
+    def blocks(self) -> Path:
+        """fp8 in blocks of compressed-tensors."""
+        folder = self.root / "blocks" / "FP8_BLOCK"
+        if not folder.exists():
+            form: dict[str, Any] = {"inputs": {"group_size": 8}, "block_structure": [16, 8]}
+            write_compressed(folder, self.dense("blocks"), "FP8_BLOCK", **form)
+        return folder
+
     def adapters(self, family: str) -> list[Path]:
         folders = {name: self.root / family / name for name in ADAPTERS}
         for name, folder in folders.items():
@@ -212,16 +220,24 @@ def test_fp8_in_blocks(made: World, tmp_path: Path, ranks: int) -> None:
 
     Groups of inputs lie within the ranks' cuts, so the tokens are those of one rank.
     """
-    folder = made.dense("blocks")
-    inputs = {"group_size": 8}
-    stored = made.root / "blocks" / "FP8_BLOCK"
-    if not stored.exists():
-        write_compressed(stored, folder, "FP8_BLOCK", inputs=inputs, block_structure=[16, 8])
+    folder, stored = made.dense("blocks"), made.blocks()
     oracle = decompressed(stored)
     compare(stored, made.adapters("blocks"), oracle, ranks)
     numbers = write_fp8_blocks(tmp_path / "fp8", folder, (16, 8))
     oracle.load_state_dict({**oracle.state_dict(), **numbers})
     compare(tmp_path / "fp8", made.adapters("blocks"), oracle, ranks)
+
+
+@pytest.mark.parametrize("stored", [None, torch.float32], ids=["transformers", "DeepSeek"])
+def test_fp8_in_blocks_with_powers_of_two(
+    made: World, tmp_path: Path, stored: torch.dtype | None
+) -> None:
+    """DeepSeek's files have them in float32."""
+    folder = made.dense("blocks")
+    oracle = decompressed(made.blocks())
+    numbers = write_fp8_blocks(tmp_path / "fp8", folder, (16, 8), "ue8m0", stored)
+    oracle.load_state_dict({**oracle.state_dict(), **numbers})
+    compare(tmp_path / "fp8", made.adapters("blocks"), oracle, 2)
 
 
 def test_a_rank_that_would_cut_a_block_is_refused(made: World, tmp_path: Path) -> None:
