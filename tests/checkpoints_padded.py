@@ -1,4 +1,4 @@
-"""Tiny random models of families that have no paged implementation, written by transformers."""
+"""Tiny random models of many families, written by transformers."""
 
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,10 @@ CONFIGS: dict[str, tuple[type[transformers.PretrainedConfig], dict[str, Any]]] =
         transformers.StableLmConfig,
         {**WIDE, "intermediate_size": 48, "num_key_value_heads": 2},
     ),
+    "diffllama": (
+        transformers.DiffLlamaConfig,
+        {**WIDE, "intermediate_size": 48, "num_key_value_heads": 2},
+    ),
     "gpt_bigcode": (transformers.GPTBigCodeConfig, {**SHORT, "n_inner": 48}),
     "gemma2": (
         transformers.Gemma2Config,
@@ -61,7 +65,8 @@ CONFIGS: dict[str, tuple[type[transformers.PretrainedConfig], dict[str, Any]]] =
         },
     ),
 }
-"""Kinds of model by name. gemma2: every other layer sees eight tokens back."""
+"""Kinds of model by name. gemma2: every other layer sees eight tokens back. Of diffllama and
+falcon_alibi there is no paged implementation, which the padded code does not ask for."""
 
 _NEOX_LIKE = adapters(["query_key_value", "dense_h_to_4h"], ["dense", "dense_4h_to_h"])
 _LLAMA_LIKE = adapters(
@@ -75,6 +80,7 @@ ADAPTERS: dict[str, dict[str, AdapterRecipe]] = {
     "falcon_alibi": _NEOX_LIKE,
     "gptj": adapters(["q_proj", "k_proj", "v_proj", "fc_in"], ["out_proj", "fc_out"]),
     "stablelm": _LLAMA_LIKE,
+    "diffllama": _LLAMA_LIKE,
     "gpt_bigcode": adapters(["c_attn", "c_fc"], ["attn.c_proj", "mlp.c_proj"]),
     "gemma2": _LLAMA_LIKE,
 }

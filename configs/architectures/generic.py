@@ -14,7 +14,7 @@ from configs.architectures.outer_tokens import OuterTokens
 PAGED_TYPES = frozenset(
     (
         "afmoe", "apertus", "apertus1p5_text", "arcee", "aria_text", "axk1", "bailing_hybrid",
-        "bamba", "beam", "biogpt", "bitnet", "cohere", "cohere2", "cohere2_moe",
+        "bamba", "beam", "biogpt", "bitnet", "bloom", "cohere", "cohere2", "cohere2_moe",
         "cohere_compass_text", "ctrl", "cwm", "dbrx", "deepseek_v2", "deepseek_v3", "dots1",
         "ernie4_5", "ernie4_5_moe", "exaone", "exaone4", "exaone_moe", "falcon_h1", "flex_olmo",
         "flint", "gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text",
@@ -60,6 +60,9 @@ RECURRENT_TYPES = frozenset(
 )  # fmt: skip
 """Those of them that may have recurrent layers beside those that attend."""
 
+_UNLIMITED = frozenset({"bloom"})
+"""Those that take any length: scores grow with a key's position, which is embedded nowhere."""
+
 _LAYER_KINDS = frozenset({"attention", "full_attention", "sliding_attention", "chunked_attention"})
 
 
@@ -70,6 +73,7 @@ class GenericArchitecture(ModelArchitecture):
     expert_parallel: whether ranks have whole experts.
     padded_tokens: tokens for images and sound, which are embedded as pad_token.
     outer_tokens: those that other parts of a larger model embed, the vocabulary's last.
+    limited: whether max_position_embeddings is the model's own (else a guess, as it has ALiBi).
     """
 
     settings: dict[str, Any]
@@ -77,6 +81,12 @@ class GenericArchitecture(ModelArchitecture):
     padded_tokens: tuple[int, ...] = ()
     pad_token: int = 0
     outer_tokens: tuple[OuterTokens, ...] = ()
+    limited: bool = True
+
+    @property
+    def stretches(self) -> bool:
+        """A model without positions takes any length."""
+        return not self.limited
 
     @property
     def idle_layers(self) -> tuple[int, ...]:
@@ -103,12 +113,12 @@ def parse(name: str, config: Mapping[str, Any]) -> GenericArchitecture | padded.
     """
     found = padded.parse(name, config)
     reason = _obstacle(config)
-    if reason is None and not found.limited:
+    if reason is None and not found.limited and config["model_type"] not in _UNLIMITED:
         reason = "config.json does not give max_position_embeddings"
     if reason is not None:
         return found.model_copy(update={"reason": reason})
     shared = {key: getattr(found, key) for key in ModelArchitecture.model_fields}
-    return GenericArchitecture(**shared, settings=dict(config))
+    return GenericArchitecture(**shared, settings=dict(config), limited=found.limited)
 
 
 def _obstacle(config: Mapping[str, Any]) -> str | None:
@@ -123,6 +133,8 @@ def _obstacle(config: Mapping[str, Any]) -> str | None:
     layers = {*(config.get("layer_types") or ())} - _LAYER_KINDS
     if layers and kind not in RECURRENT_TYPES:
         return f"layer_types {', '.join(sorted(layers))} are not served paged"
+    if config.get("slow_but_exact") and config.get("pretraining_tp", 1) > 1:
+        return "slow_but_exact: transformers leaves biases out then"
     table = config.get("vocab_size_per_layer_input") or config["vocab_size"]
     is_read = kind == "gemma4_text" and config.get("hidden_size_per_layer_input")
     if is_read and table < config["vocab_size"]:

@@ -21,6 +21,7 @@ class AttentionLayer:
     window: how many of the last tokens a token sees, itself included; None: all.
     chunk: tokens see only those of their own chunk of so many; None: no chunks.
     source: the layer that stores the keys and values this one reads; None: it has its own.
+    slopes: of this rank's heads (ALiBi); None: none.
     """
 
     num_heads: int
@@ -32,6 +33,7 @@ class AttentionLayer:
     sinks: bool = False
     chunk: int | None = None
     source: int | None = None
+    slopes: tuple[float, ...] | None = None
 
 
 class RecurrentStates(Protocol):

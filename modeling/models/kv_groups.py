@@ -87,6 +87,7 @@ def attention_specs(model: PagedModel, layout: KvLayout) -> tuple[AttentionSpec,
             cache_dtype=group.spec.dtype,
             softcap=form.softcap,
             sinks=form.sinks,
+            alibi=form.slopes,
         )
         found.append(spec)
     return tuple(found)

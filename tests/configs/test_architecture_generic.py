@@ -65,6 +65,37 @@ def test_padded(config: dict[str, Any], reason: str) -> None:
     assert reason in str(padded_reason(found))
 
 
+BLOOM: dict[str, Any] = {
+    "architectures": ["BloomForCausalLM"], "model_type": "bloom", "vocab_size": 250880,
+    "n_embed": 1024, "n_layer": 24, "num_attention_heads": 16, "seq_length": 2048,
+    "slow_but_exact": False, "pretraining_tp": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "length", "stretches"),
+    [(BLOOM, 2048, True)],
+    ids=["bloom"],
+)
+def test_lengths_of_published_files(config: dict[str, Any], length: int, stretches: bool) -> None:
+    """BLOOM's has none."""
+    found = parse_architecture(config)
+    assert isinstance(found, GenericArchitecture)
+    assert (found.max_total_tokens, found.stretches) == (length, stretches)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({**BLOOM, "slow_but_exact": True, "pretraining_tp": 4}, "slow_but_exact"),
+    ],
+)
+def test_settings_that_stay_padded(config: dict[str, Any], reason: str) -> None:
+    found = parse_architecture(config)
+    assert isinstance(found, PaddedArchitecture)
+    assert reason in str(padded_reason(found))
+
+
 def test_infinity_is_read_as_transformers_writes_it(tmp_path: Path) -> None:
     fields = {**GLM, "time_step_limit": [0.0, {"__float__": "Infinity"}]}
     (tmp_path / "config.json").write_text(json.dumps(fields), encoding="utf-8")

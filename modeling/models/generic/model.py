@@ -42,6 +42,7 @@ from modeling.models.generic.modules import (
 )
 from modeling.models.generic.names import SourceNames, unread
 from modeling.models.generic.outer_rows import OuterRows
+from modeling.models.generic.own_attention import take_over
 from modeling.models.generic.reading import read_rest
 from modeling.models.generic.recurrent import RecurrentLayers
 from modeling.models.generic.shared_tail import TYPES, SharedTail, first_shared
@@ -70,7 +71,10 @@ class GenericForCausalLM(nn.Module):
 
     tail_attends = True
     _shared_tail: SharedTail | None = None
-    unread: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq", r".*\.attn(ention)?\.(masked_)?bias")
+    unread: tuple[str, ...] = (
+        r".*\.rotary_emb\.inv_freq",
+        r".*\.att(n|ention)\.(masked_)?bias",
+    )
 
     def __init__(self, architecture: GenericArchitecture, weights: Weights) -> None:
         """Read this rank's share; ArchitectureError and ValueError say what cannot be served."""
@@ -120,6 +124,7 @@ class GenericForCausalLM(nn.Module):
     def _finish(self, prefix: str) -> None:
         """Put in what is computed otherwise than by transformers, and try the model."""
         self.causal.requires_grad_(False).train(False)
+        take_over(self.causal, self._plan, self._step)
         fuse(self.causal, self._step, self.dtype)
         self._decoder = cast(nn.Module, getattr(self.causal, prefix))
         keep_inside(getattr(self._decoder, "embed_tokens_per_layer", None), self.vocab_size)

@@ -1,0 +1,78 @@
+"""Tiny random decoders of types whose attention is code of their own in transformers."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from tests.checkpoints import AdapterRecipe
+from tests.checkpoints_padded import randomise
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+OWN: dict[str, dict[str, Any]] = {
+    "bloom": {},
+    "bloom_uneven": {
+        "model_type": "bloom",
+        "hidden_size": 48,
+        "num_attention_heads": 12,
+        "apply_residual_connection_post_layernorm": True,
+        "tie_word_embeddings": False,
+    },
+}
+"""What differs from SHAPE, by model_type or a name of a variant."""
+
+COLUMNS = (
+    "query_key_value", "qkv_proj", "Wqkv", "q_proj", "k_proj", "v_proj", "dense_h_to_4h", "fc_in",
+    "c_fc", "fc1", "up_proj",
+)  # fmt: skip
+ROWS = ("dense", "out_proj", "dense_4h_to_h", "fc_out", "c_proj", "fc2", "down_proj")
+ENDS = ("word_embeddings", "wte", "embed_in", "embed_tokens", "lm_head", "embed_out")
+HEADS = ("lm_head.weight", "embed_out.weight")
+
+OWN_ADAPTERS = {
+    "r8": AdapterRecipe(r=8, alpha=16.0, target_modules=(*COLUMNS, *ROWS), seed=12, std=0.05),
+    "columns": AdapterRecipe(r=5, target_modules=COLUMNS, std=0.1, seed=16),
+    "rows": AdapterRecipe(r=6, target_modules=ROWS, std=0.1, seed=17),
+    "dora": AdapterRecipe(
+        r=4, target_modules=(*COLUMNS, *ROWS), seed=18, std=0.05, extra={"use_dora": True}
+    ),
+    "everything": AdapterRecipe(
+        r=4, target_modules=(*COLUMNS, *ROWS, *ENDS), seed=23, std=0.05, save_embeddings=False
+    ),
+}
+
+
+def write_own(folder: Path, variant: str, **changes: Any) -> Path:
+    """Write a tiny random model of a variant into `folder`; changes: of its config."""
+    fields = {**SHAPE, **OWN[variant], **changes}
+    config = CONFIG_MAPPING[fields.pop("model_type", variant)](**fields)
+    auto: Any = AutoModelForCausalLM
+    model = auto.from_config(config, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            randomise(name, parameter, generator)
+    model.tie_weights()
+    model.save_pretrained(folder)
+    return folder
+
+
+def publish(model: Path, prefix: str, *more: str) -> None:
+    """Name tensors as published files do, without `prefix`; more: what they hold besides."""
+    path = model / "model.safetensors"
+    tensors = load_file(path)
+    embedding = next(name for name in tensors if name.partition(".")[2].startswith(ENDS))
+    for name in more:
+        tensors[name] = tensors[embedding].clone() if name in HEADS else torch.ones(1, 1, 8, 8)
+    bare = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+    save_file(bare, path, metadata={"format": "pt"})

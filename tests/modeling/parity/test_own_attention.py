@@ -1,0 +1,101 @@
+"""Types whose attention transformers computes in code of their own, against transformers + PEFT."""
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from configs.wire.sampling import Sampling
+from modeling.models.generic.own_attention import OwnAttention
+from modeling.runner.load_paged import load_paged
+from sharding.group import SingleRank
+from tests.checkpoints import load_oracle, oracle_logits
+from tests.checkpoints_own import OWN, publish, write_own
+from tests.modeling.parity.comparison import (
+    BASE,
+    BLOCK_SIZE,
+    NUM_BLOCKS,
+    Setting,
+    World,
+    compare,
+    engine_config,
+    expect_mismatch,
+    full_logprobs,
+)
+from tests.modeling.stepping import Asked, generate
+from tests.oracle import TOLERANCE
+from tests.sweeps import swept, swept_rows
+
+pytestmark = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
+
+EVERYONE = [BASE, "r8", "columns", "rows"]
+
+MAIN = {("bloom_uneven", 2)}
+"""Slopes of no power of two."""
+
+
+@pytest.mark.parametrize(
+    ("variant", "ranks"), swept_rows(product(OWN, (1, 2, 4)), lambda *row: row in MAIN)
+)
+def test_together(world: World, variant: str, ranks: int) -> None:
+    """Base and adapters in one batch, prompts in chunks; each request is preempted once."""
+    compare(world, Setting("own", variant, ranks, EVERYONE, rejoins_at=3))
+
+
+@pytest.mark.parametrize("variant", swept(OWN, lambda variant: variant == "bloom"))
+def test_scheduled(world: World, variant: str) -> None:
+    """Under the real scheduler: prefix hits, and requests that are preempted and lost."""
+    names, lengths = [BASE, BASE, "r8"], (37, 37, 21)
+    compare(world, Setting("own", variant, 2, names, lengths=lengths, lost_at=9))
+
+
+@pytest.mark.parametrize("variant", swept(OWN, lambda variant: variant == "bloom"))
+def test_vocabulary(world: World, variant: str) -> None:
+    """Adapters on embedding and head too, which are one matrix or two."""
+    compare(world, Setting("own", variant, 2, [BASE, "everything"], vocabulary=True))
+
+
+@pytest.mark.parametrize("variant", swept(OWN, lambda variant: variant == "bloom"))
+def test_dora(world: World, variant: str) -> None:
+    compare(world, Setting("own", variant, 2, [BASE, "dora"]))
+
+
+def error(model: Path, prompt: list[int]) -> float:
+    """How far the first token's logprobs are from transformers'."""
+    runner = load_paged(engine_config(model), SingleRank(), torch.device("cpu")).allocate()
+    asked = Asked(prompt, 1, sampling=Sampling(logprobs=96), chunk=7)
+    (answer,) = generate(runner, [asked], NUM_BLOCKS, BLOCK_SIZE)
+    told = oracle_logits(load_oracle(model), prompt)[-1].double().log_softmax(-1)
+    return float((full_logprobs(answer)[0] - told).abs().max())
+
+
+PUBLISHED: dict[str, tuple[str, ...]] = {
+    "bloom": ("transformer.",),
+}
+"""What names lack in published files, and what these hold besides: masks, heads that are tied."""
+
+
+@pytest.mark.parametrize("variant", PUBLISHED)
+def test_published_names(tmp_path: Path, variant: str) -> None:
+    model = write_own(tmp_path, variant)
+    publish(model, *PUBLISHED[variant])
+    assert error(model, [5, 9, 7, 33, 60, 21, 4, 90, 11]) <= TOLERANCE
+
+
+def test_alibi_far_behind_its_chunk(tmp_path: Path) -> None:
+    """Where a type rounded its biases by the key's position, they would differ."""
+    prompt = [3 + 7 * index % 90 for index in range(300)]
+    assert error(write_own(tmp_path, "bloom_uneven"), prompt) <= TOLERANCE
+
+
+def first_slopes(self: OwnAttention, config: Any, head_dim: int) -> tuple[float, ...] | None:
+    """Those of the first rank's heads."""
+    found = self.slopes(config)
+    return None if found is None else tuple(found[: self._heads.num_heads].tolist())
+
+
+def test_slopes_of_another_ranks_heads(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OwnAttention, "_own_slopes", first_slopes)
+    expect_mismatch(world, Setting("own", "bloom_uneven", 2, [BASE]))
