@@ -28,6 +28,28 @@ OWN: dict[str, dict[str, Any]] = {
         "apply_residual_connection_post_layernorm": True,
         "tie_word_embeddings": False,
     },
+    "falcon": {},
+    "falcon_eleven": {
+        "model_type": "falcon",
+        "new_decoder_architecture": True,
+        "num_kv_heads": 2,
+        "num_ln_in_parallel_attn": 1,
+        "tie_word_embeddings": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500042.0},
+    },
+    "falcon_groups": {
+        "model_type": "falcon",
+        "hidden_size": 64,
+        "num_attention_heads": 8,
+        "new_decoder_architecture": True,
+        "num_kv_heads": 2,
+    },
+    "falcon_serial": {
+        "model_type": "falcon",
+        "multi_query": False,
+        "parallel_attn": False,
+        "bias": True,
+    },
 }
 """What differs from SHAPE, by model_type or a name of a variant."""
 

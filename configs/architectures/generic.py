@@ -16,8 +16,8 @@ PAGED_TYPES = frozenset(
         "afmoe", "apertus", "apertus1p5_text", "arcee", "aria_text", "axk1", "bailing_hybrid",
         "bamba", "beam", "biogpt", "bitnet", "bloom", "cohere", "cohere2", "cohere2_moe",
         "cohere_compass_text", "ctrl", "cwm", "dbrx", "deepseek_v2", "deepseek_v3", "dots1",
-        "ernie4_5", "ernie4_5_moe", "exaone", "exaone4", "exaone_moe", "falcon_h1", "flex_olmo",
-        "flint", "gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text",
+        "ernie4_5", "ernie4_5_moe", "exaone", "exaone4", "exaone_moe", "falcon", "falcon_h1",
+        "flex_olmo", "flint", "gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text",
         "gemma4_unified_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt_bigcode", "gpt_oss",
         "granite_swa", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared",
         "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm3",
@@ -133,6 +133,8 @@ def _obstacle(config: Mapping[str, Any]) -> str | None:
     layers = {*(config.get("layer_types") or ())} - _LAYER_KINDS
     if layers and kind not in RECURRENT_TYPES:
         return f"layer_types {', '.join(sorted(layers))} are not served paged"
+    if kind == "falcon" and config.get("alibi"):
+        return "alibi: transformers rounds Falcon's biases to bfloat16, by each key's position"
     if config.get("slow_but_exact") and config.get("pretraining_tp", 1) > 1:
         return "slow_but_exact: transformers leaves biases out then"
     table = config.get("vocab_size_per_layer_input") or config["vocab_size"]

@@ -22,6 +22,8 @@ _LENGTHS = (
     "max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx",
     "model_max_length",
 )  # fmt: skip
+_OWN_LENGTHS = {"falcon": 2048}
+"""What transformers takes where config.json names no limit, by model_type."""
 AUTO_SUFFIX = "ForCausalLM"
 """Behind a model_type: the name of what AutoModelForCausalLM makes of it, where none is given."""
 _CAUSAL = (AUTO_SUFFIX, "LMHeadModel")
@@ -53,8 +55,10 @@ def parse(name: str, config: Mapping[str, Any]) -> PaddedArchitecture:
     refuse_quantised(config)
     if config.get("is_encoder_decoder"):
         raise ArchitectureError("is_encoder_decoder: only decoders are served")
+    kind = config.get("model_type")
     # Falcon keeps max_position_embeddings in its config when ALiBi makes it meaningless.
-    length = None if config.get("alibi") else _first(config, _LENGTHS)
+    given = _first(config, _LENGTHS) or _OWN_LENGTHS.get(str(kind))
+    length = None if config.get("alibi") else given
     kinds = config.get("layers_block_type") or config.get("layer_types") or ()
     layers = _first(config, LAYER_COUNTS) or len(kinds)
     if not layers and isinstance(config.get("text_config"), Mapping):

@@ -70,15 +70,20 @@ BLOOM: dict[str, Any] = {
     "n_embed": 1024, "n_layer": 24, "num_attention_heads": 16, "seq_length": 2048,
     "slow_but_exact": False, "pretraining_tp": 1,
 }  # fmt: skip
+FALCON: dict[str, Any] = {
+    "architectures": ["FalconForCausalLM"], "model_type": "falcon", "vocab_size": 65024,
+    "hidden_size": 4544, "num_hidden_layers": 32, "num_attention_heads": 71, "alibi": False,
+    "multi_query": True, "new_decoder_architecture": False, "parallel_attn": True,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("config", "length", "stretches"),
-    [(BLOOM, 2048, True)],
-    ids=["bloom"],
+    [(BLOOM, 2048, True), (FALCON, 2048, False)],
+    ids=["bloom", "falcon"],
 )
 def test_lengths_of_published_files(config: dict[str, Any], length: int, stretches: bool) -> None:
-    """BLOOM's has none."""
+    """Falcon's does not say its own, and BLOOM has none."""
     found = parse_architecture(config)
     assert isinstance(found, GenericArchitecture)
     assert (found.max_total_tokens, found.stretches) == (length, stretches)
@@ -87,6 +92,7 @@ def test_lengths_of_published_files(config: dict[str, Any], length: int, stretch
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
+        ({**FALCON, "alibi": True}, "alibi: transformers rounds"),
         ({**BLOOM, "slow_but_exact": True, "pretraining_tp": 4}, "slow_but_exact"),
     ],
 )

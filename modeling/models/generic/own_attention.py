@@ -18,8 +18,14 @@ from modeling.layers.rotary import Rotary
 from modeling.models.base import AttentionLayer
 from modeling.models.generic.cuts import CutPlan
 from modeling.models.generic.own_products import own_product
+from modeling.models.generic.rotations import Layout, RotationForm
 from modeling.models.generic.step import CurrentStep, Heads
 from sharding.slicing import HeadCut
+
+EMBEDDINGS = "position_embeddings"
+"""The option in which a decoder hands its layers cosines and sines."""
+
+HALVES = RotationForm(Layout.HALVES, neighbours=False, backwards=False, heads_at=1)
 
 
 class OwnAttention(nn.Module):
@@ -123,8 +129,18 @@ class BloomAttention(OwnAttention):
         return out + others[0], None
 
 
+class RotatedAttention(OwnAttention):
+    """Falcon's: halves of heads are rotated, by what the decoder hands down."""
+
+    def angles(self, options: Mapping[str, Any]) -> Angles:
+        """Of the step's positions."""
+        found: Angles = self._step.once(HALVES.angles, *options[EMBEDDINGS])
+        return found
+
+
 OWN: dict[str, type[OwnAttention]] = {
     "bloom": BloomAttention,
+    "falcon": RotatedAttention,
 }
 """By model_type."""
 

@@ -36,10 +36,20 @@ class OwnProduct:
         return _heads(config) // blocks, self.kv_heads(config) // blocks
 
 
+def _falcon_kv_heads(config: Any) -> int:
+    if config.new_decoder_architecture:
+        found: int = config.num_kv_heads
+        return found
+    return 1 if config.multi_query else _heads(config)
+
+
 _BY_HEAD = OwnProduct(("query_key_value",), "dense")
 
 _PRODUCTS = {
     "bloom": _BY_HEAD,
+    "falcon": OwnProduct(
+        ("query_key_value",), "dense", kv_heads=_falcon_kv_heads, blocks=_falcon_kv_heads
+    ),
 }
 """By model_type."""
 

@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from configs.wire.sampling import Sampling
+from modeling.models.generic import cuts
 from modeling.models.generic.own_attention import OwnAttention
 from modeling.runner.load_paged import load_paged
 from sharding.group import SingleRank
+from sharding.slicing import Segments, fused_heads
 from tests.checkpoints import load_oracle, oracle_logits
 from tests.checkpoints_own import OWN, publish, write_own
 from tests.modeling.parity.comparison import (
@@ -32,8 +34,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=T
 
 EVERYONE = [BASE, "r8", "columns", "rows"]
 
-MAIN = {("bloom_uneven", 2)}
-"""Slopes of no power of two."""
+MAIN = {("bloom_uneven", 2), ("falcon", 2), ("falcon_groups", 4)}
+"""Slopes of no power of two, one KV head, KV heads of several ranks."""
 
 
 @pytest.mark.parametrize(
@@ -51,13 +53,15 @@ def test_scheduled(world: World, variant: str) -> None:
     compare(world, Setting("own", variant, 2, names, lengths=lengths, lost_at=9))
 
 
-@pytest.mark.parametrize("variant", swept(OWN, lambda variant: variant == "bloom"))
+@pytest.mark.parametrize(
+    "variant", swept(OWN, lambda variant: variant in ("bloom", "falcon_eleven"))
+)
 def test_vocabulary(world: World, variant: str) -> None:
     """Adapters on embedding and head too, which are one matrix or two."""
     compare(world, Setting("own", variant, 2, [BASE, "everything"], vocabulary=True))
 
 
-@pytest.mark.parametrize("variant", swept(OWN, lambda variant: variant == "bloom"))
+@pytest.mark.parametrize("variant", swept(OWN, lambda variant: variant == "falcon_groups"))
 def test_dora(world: World, variant: str) -> None:
     compare(world, Setting("own", variant, 2, [BASE, "dora"]))
 
@@ -73,6 +77,7 @@ def error(model: Path, prompt: list[int]) -> float:
 
 PUBLISHED: dict[str, tuple[str, ...]] = {
     "bloom": ("transformer.",),
+    "falcon": ("", "lm_head.weight"),
 }
 """What names lack in published files, and what these hold besides: masks, heads that are tied."""
 
@@ -99,3 +104,23 @@ def first_slopes(self: OwnAttention, config: Any, head_dim: int) -> tuple[float,
 def test_slopes_of_another_ranks_heads(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OwnAttention, "_own_slopes", first_slopes)
     expect_mismatch(world, Setting("own", "bloom_uneven", 2, [BASE]))
+
+
+CUTS: dict[str, dict[str, Any]] = {
+    "falcon_groups": {"sizes": (8, 2)},
+}
+"""What another type's product would be."""
+
+
+@pytest.mark.parametrize("variant", swept(CUTS, lambda variant: variant == "falcon_groups"))
+def test_products_cut_as_another_types(
+    world: World, monkeypatch: pytest.MonkeyPatch, variant: str
+) -> None:
+    def fused(
+        queries: Segments, keys: Segments, head_dim: int, sizes: tuple[int, int], order: str
+    ) -> Segments:
+        fields = {"sizes": sizes, "order": order, **CUTS[variant]}
+        return fused_heads(queries, keys, head_dim, **fields)
+
+    monkeypatch.setattr(cuts, "fused_heads", fused)
+    expect_mismatch(world, Setting("own", variant, 2, [BASE]))
