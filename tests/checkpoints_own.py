@@ -50,6 +50,14 @@ OWN: dict[str, dict[str, Any]] = {
         "parallel_attn": False,
         "bias": True,
     },
+    "mpt": {"max_seq_len": 512},
+    "mpt_bounded": {
+        "model_type": "mpt",
+        "hidden_size": 48,
+        "num_attention_heads": 12,
+        "max_seq_len": 512,
+        "attn_config": {"clip_qkv": 1.5, "softmax_scale": 0.3},
+    },
 }
 """What differs from SHAPE, by model_type or a name of a variant."""
 

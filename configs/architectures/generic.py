@@ -23,7 +23,7 @@ PAGED_TYPES = frozenset(
         "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm3",
         "iquestcoder", "jais2", "jetmoe", "kimi_linear", "kolibri1", "laguna", "lfm2", "lfm2_moe",
         "lfm3", "llama4_text", "mellum", "mimo_v2_flash", "minicpm3", "minimax_m2",
-        "minimax_m3_vl_text", "ministral", "ministral3", "mixtral", "modernbert-decoder",
+        "minimax_m3_vl_text", "ministral", "ministral3", "mixtral", "modernbert-decoder", "mpt",
         "nanochat", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3", "olmo_hybrid", "olmoe",
         "persimmon", "phi", "phimoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe",
         "qwen3_next", "sarvam_mla", "sarvam_moe", "seed_oss", "smollm3", "solar_open", "stablelm",

@@ -20,7 +20,6 @@ REASONS: dict[str, str] = {
         ), _OWN_HEAD,
     ),
     **dict.fromkeys(("diffllama", "longcat_flash"), _TWICE),
-    "mpt": "it has ALiBi in place of rotary or learned positions",
     "doge": "its mask depends on the values",
     "hrm_text": "its decoder's layers run several times for each token",
     "moshi": "its cache forgets by a window that its attention does not read",

@@ -39,6 +39,8 @@ _OWN_PLAN = {
     "h.*.mlp.c_proj": Style.ROW,
     "h.*.mlp.dense_h_to_4h": Style.COLUMN,
     "h.*.mlp.dense_4h_to_h": Style.ROW,
+    "blocks.*.ffn.up_proj": Style.COLUMN,
+    "blocks.*.ffn.down_proj": Style.ROW,
 }
 """The plan of types without one in their configs: their attention may count its heads itself."""
 

@@ -89,6 +89,9 @@ class GenericForCausalLM(nn.Module):
         self.unread = (*self.unread, *unread(self.causal, architecture))
         # Llama 4 scales queries by positions that it counts itself.
         self._counts_positions = bool(getattr(self.causal.config, "attn_temperature_tuning", False))
+        # MPT's decoder makes no step without a mask; none of four dimensions is changed.
+        makes_mask = self.causal.config.model_type == "mpt"
+        self._mask = torch.ones(1, 1, 1, 1, device=self.device) if makes_mask else None
         padded = architecture.padded_tokens
         self._padded = torch.tensor(padded, device=self.device) if padded else None
         self._pad_token = architecture.pad_token
@@ -281,6 +284,8 @@ class GenericForCausalLM(nn.Module):
         if self._padded is not None:
             is_padded = (input_ids[:, None] == self._padded).any(1)
             input_ids = torch.where(is_padded, self._pad_token, input_ids)
+        if self._mask is not None:
+            options["attention_mask"] = self._mask
         if self._counts_positions:
             options["attention_mask"] = MASKS
             options[self._cache_name] = PositionsAsLength(position_ids)

@@ -138,9 +138,32 @@ class RotatedAttention(OwnAttention):
         return found
 
 
+class MptAttention(OwnAttention):
+    """MPT's."""
+
+    def __init__(self, module: Any, *args: Any) -> None:
+        super().__init__(module, *args)
+        self._bound: float | None = module.clip_qkv
+
+    def scale(self, module: Any, head_dim: int) -> float:
+        """The config's own, if it has one."""
+        scale: float = module.softmax_scale
+        return scale
+
+    def slopes(self, config: Any) -> Tensor:
+        """ALiBi's."""
+        heads, longest = config.num_attention_heads, config.attn_config.alibi_bias_max
+        return _slopes(_code(config).build_mpt_alibi_tensor(heads, 2, longest))
+
+    def bounded(self, qkv: Tensor) -> Tensor:
+        """Kept inside of the config's bound."""
+        return qkv.clamp_(-self._bound, self._bound) if self._bound else qkv
+
+
 OWN: dict[str, type[OwnAttention]] = {
     "bloom": BloomAttention,
     "falcon": RotatedAttention,
+    "mpt": MptAttention,
 }
 """By model_type."""
 

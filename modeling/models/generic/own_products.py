@@ -50,6 +50,7 @@ _PRODUCTS = {
     "falcon": OwnProduct(
         ("query_key_value",), "dense", kv_heads=_falcon_kv_heads, blocks=_falcon_kv_heads
     ),
+    "mpt": OwnProduct(("Wqkv",), blocks=lambda _: 1),
 }
 """By model_type."""
 

@@ -9,6 +9,7 @@ import torch
 
 from configs.wire.sampling import Sampling
 from modeling.models.generic import cuts
+from modeling.models.generic.own_attention import OWN as CLASSES
 from modeling.models.generic.own_attention import OwnAttention
 from modeling.runner.load_paged import load_paged
 from sharding.group import SingleRank
@@ -34,8 +35,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=T
 
 EVERYONE = [BASE, "r8", "columns", "rows"]
 
-MAIN = {("bloom_uneven", 2), ("falcon", 2), ("falcon_groups", 4)}
-"""Slopes of no power of two, one KV head, KV heads of several ranks."""
+MAIN = {("bloom_uneven", 2), ("falcon", 2), ("falcon_groups", 4), ("mpt_bounded", 2)}
+"""Slopes of no power of two, one KV head, KV heads of several ranks, three parts."""
 
 
 @pytest.mark.parametrize(
@@ -95,6 +96,14 @@ def test_alibi_far_behind_its_chunk(tmp_path: Path) -> None:
     assert error(write_own(tmp_path, "bloom_uneven"), prompt) <= TOLERANCE
 
 
+def test_the_slopes_that_mpt_s_config_asks_for(tmp_path: Path) -> None:
+    """transformers does not read alibi_bias_max, as the model's own code does."""
+    model = write_own(tmp_path, "mpt", attn_config={"alibi_bias_max": 16})
+    parts = load_paged(engine_config(model), SingleRank(), torch.device("cpu")).parts
+    slopes = {layer.slopes for layer in parts.weights.model.attention_layers}
+    assert slopes == {(2.0**-4, 2.0**-8, 2.0**-12, 2.0**-16)}
+
+
 def first_slopes(self: OwnAttention, config: Any, head_dim: int) -> tuple[float, ...] | None:
     """Those of the first rank's heads."""
     found = self.slopes(config)
@@ -108,6 +117,7 @@ def test_slopes_of_another_ranks_heads(world: World, monkeypatch: pytest.MonkeyP
 
 CUTS: dict[str, dict[str, Any]] = {
     "falcon_groups": {"sizes": (8, 2)},
+    "mpt": {"sizes": (1, 1)},
 }
 """What another type's product would be."""
 
@@ -124,3 +134,16 @@ def test_products_cut_as_another_types(
 
     monkeypatch.setattr(cuts, "fused_heads", fused)
     expect_mismatch(world, Setting("own", variant, 2, [BASE]))
+
+
+FAULTS: dict[str, tuple[str, Any]] = {
+    "mpt_bounded": ("bounded", OwnAttention.bounded),
+}
+"""A part of each class that is left out."""
+
+
+@pytest.mark.parametrize("variant", swept(FAULTS, lambda variant: variant == "mpt_bounded"))
+def test_parts_left_out(world: World, monkeypatch: pytest.MonkeyPatch, variant: str) -> None:
+    kind = variant.removesuffix("_bounded")
+    monkeypatch.setattr(CLASSES[kind], *FAULTS[variant])
+    expect_mismatch(world, Setting("own", variant, 1, [BASE]))
