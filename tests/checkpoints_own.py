@@ -50,6 +50,7 @@ OWN: dict[str, dict[str, Any]] = {
         "parallel_attn": False,
         "bias": True,
     },
+    "gptj": {"rotary_dim": 4, "n_positions": 512},
     "mpt": {"max_seq_len": 512},
     "mpt_bounded": {
         "model_type": "mpt",

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from configs.architectures.rope import Rope
 from modeling.layers.angles import Angles
 from modeling.layers.attention import split_heads
 from modeling.layers.rotary import Rotary
@@ -138,6 +139,25 @@ class RotatedAttention(OwnAttention):
         return found
 
 
+class GPTJAttention(OwnAttention):
+    """GPT-J's: neighbours are rotated, of a head's first part."""
+
+    @classmethod
+    def rotary(cls, config: Any, like: Tensor) -> Rotary:
+        """Of a head's first part."""
+        width = config.rotary_dim or config.hidden_size
+        return Rotary(Rope(), width, like.dtype, like.device)
+
+    def angles(self, options: Mapping[str, Any]) -> Angles:
+        """Of the step's positions."""
+        found: Angles = self._step.once(_of_neighbours, self._rotary, options["position_ids"])
+        return found
+
+
+def _of_neighbours(rotary: Rotary, position_ids: Tensor) -> Angles:
+    return rotary.angles(position_ids[0])._replace(neighbours=True)
+
+
 class MptAttention(OwnAttention):
     """MPT's."""
 
@@ -163,6 +183,7 @@ class MptAttention(OwnAttention):
 OWN: dict[str, type[OwnAttention]] = {
     "bloom": BloomAttention,
     "falcon": RotatedAttention,
+    "gptj": GPTJAttention,
     "mpt": MptAttention,
 }
 """By model_type."""

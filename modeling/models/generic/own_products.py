@@ -43,9 +43,11 @@ def _falcon_kv_heads(config: Any) -> int:
     return 1 if config.multi_query else _heads(config)
 
 
+_PLAIN = OwnProduct()
 _BY_HEAD = OwnProduct(("query_key_value",), "dense")
 
 _PRODUCTS = {
+    "gptj": _PLAIN,
     "bloom": _BY_HEAD,
     "falcon": OwnProduct(
         ("query_key_value",), "dense", kv_heads=_falcon_kv_heads, blocks=_falcon_kv_heads

@@ -79,6 +79,7 @@ def error(model: Path, prompt: list[int]) -> float:
 PUBLISHED: dict[str, tuple[str, ...]] = {
     "bloom": ("transformer.",),
     "falcon": ("", "lm_head.weight"),
+    "gptj": ("", "transformer.h.0.attn.bias", "transformer.h.0.attn.masked_bias"),
 }
 """What names lack in published files, and what these hold besides: masks, heads that are tied."""
 
@@ -138,6 +139,7 @@ def test_products_cut_as_another_types(
 
 FAULTS: dict[str, tuple[str, Any]] = {
     "mpt_bounded": ("bounded", OwnAttention.bounded),
+    "gptj": ("angles", OwnAttention.angles),
 }
 """A part of each class that is left out."""
 
