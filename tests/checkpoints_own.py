@@ -28,6 +28,7 @@ OWN: dict[str, dict[str, Any]] = {
         "apply_residual_connection_post_layernorm": True,
         "tie_word_embeddings": False,
     },
+    "codegen": {"num_attention_heads": 8, "rotary_dim": 4, "n_positions": 512},
     "falcon": {},
     "falcon_eleven": {
         "model_type": "falcon",

@@ -73,7 +73,7 @@ class GenericForCausalLM(nn.Module):
     _shared_tail: SharedTail | None = None
     unread: tuple[str, ...] = (
         r".*\.rotary_emb\.inv_freq",
-        r".*\.att(n|ention)\.(masked_)?bias",
+        r".*\.att(n|ention)\.(causal_mask|(masked_)?bias)",
     )
 
     def __init__(self, architecture: GenericArchitecture, weights: Weights) -> None:

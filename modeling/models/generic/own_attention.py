@@ -140,13 +140,14 @@ class RotatedAttention(OwnAttention):
 
 
 class GPTJAttention(OwnAttention):
-    """GPT-J's: neighbours are rotated, of a head's first part."""
+    """GPT-J's and CodeGen's: neighbours are rotated, of a head's first part."""
 
     @classmethod
     def rotary(cls, config: Any, like: Tensor) -> Rotary:
-        """Of a head's first part."""
+        """CodeGen rotates in float32."""
         width = config.rotary_dim or config.hidden_size
-        return Rotary(Rope(), width, like.dtype, like.device)
+        dtype = torch.float32 if config.model_type == "codegen" else like.dtype
+        return Rotary(Rope(), width, dtype, like.device)
 
     def angles(self, options: Mapping[str, Any]) -> Angles:
         """Of the step's positions."""
@@ -182,6 +183,7 @@ class MptAttention(OwnAttention):
 
 OWN: dict[str, type[OwnAttention]] = {
     "bloom": BloomAttention,
+    "codegen": GPTJAttention,
     "falcon": RotatedAttention,
     "gptj": GPTJAttention,
     "mpt": MptAttention,

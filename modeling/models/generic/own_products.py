@@ -49,6 +49,8 @@ _BY_HEAD = OwnProduct(("query_key_value",), "dense")
 _PRODUCTS = {
     "gptj": _PLAIN,
     "bloom": _BY_HEAD,
+    # Of the four parts in which it was trained.
+    "codegen": OwnProduct(("qkv_proj",), blocks=lambda _: 4, order="qvk"),
     "falcon": OwnProduct(
         ("query_key_value",), "dense", kv_heads=_falcon_kv_heads, blocks=_falcon_kv_heads
     ),

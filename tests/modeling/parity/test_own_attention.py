@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from configs.wire.sampling import Sampling
-from modeling.models.generic import cuts
+from modeling.models.generic import cuts, own_attention
 from modeling.models.generic.own_attention import OWN as CLASSES
 from modeling.models.generic.own_attention import OwnAttention
 from modeling.runner.load_paged import load_paged
@@ -35,8 +35,14 @@ pytestmark = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=T
 
 EVERYONE = [BASE, "r8", "columns", "rows"]
 
-MAIN = {("bloom_uneven", 2), ("falcon", 2), ("falcon_groups", 4), ("mpt_bounded", 2)}
-"""Slopes of no power of two, one KV head, KV heads of several ranks, three parts."""
+MAIN = {
+    ("bloom_uneven", 2),
+    ("codegen", 2),
+    ("falcon", 2),
+    ("falcon_groups", 4),
+    ("mpt_bounded", 2),
+}
+"""Slopes of no power of two, blocks, one KV head, KV heads of several ranks, three parts."""
 
 
 @pytest.mark.parametrize(
@@ -78,6 +84,7 @@ def error(model: Path, prompt: list[int]) -> float:
 
 PUBLISHED: dict[str, tuple[str, ...]] = {
     "bloom": ("transformer.",),
+    "codegen": ("", "transformer.h.0.attn.causal_mask"),
     "falcon": ("", "lm_head.weight"),
     "gptj": ("", "transformer.h.0.attn.bias", "transformer.h.0.attn.masked_bias"),
 }
@@ -117,13 +124,14 @@ def test_slopes_of_another_ranks_heads(world: World, monkeypatch: pytest.MonkeyP
 
 
 CUTS: dict[str, dict[str, Any]] = {
+    "codegen": {"order": "qkv"},
     "falcon_groups": {"sizes": (8, 2)},
     "mpt": {"sizes": (1, 1)},
 }
 """What another type's product would be."""
 
 
-@pytest.mark.parametrize("variant", swept(CUTS, lambda variant: variant == "falcon_groups"))
+@pytest.mark.parametrize("variant", swept(CUTS, lambda variant: variant == "codegen"))
 def test_products_cut_as_another_types(
     world: World, monkeypatch: pytest.MonkeyPatch, variant: str
 ) -> None:
@@ -149,3 +157,12 @@ def test_parts_left_out(world: World, monkeypatch: pytest.MonkeyPatch, variant: 
     kind = variant.removesuffix("_bounded")
     monkeypatch.setattr(CLASSES[kind], *FAULTS[variant])
     expect_mismatch(world, Setting("own", variant, 1, [BASE]))
+
+
+@pytest.mark.sweep
+def test_neighbours_rotated_as_halves(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = own_attention._of_neighbours
+    monkeypatch.setattr(
+        own_attention, "_of_neighbours", lambda *given: real(*given)._replace(neighbours=False)
+    )
+    expect_mismatch(world, Setting("own", "codegen", 1, [BASE]))
