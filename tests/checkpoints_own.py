@@ -51,6 +51,7 @@ OWN: dict[str, dict[str, Any]] = {
         "parallel_attn": False,
         "bias": True,
     },
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 9},
     "gptj": {"rotary_dim": 4, "n_positions": 512},
     "mpt": {"max_seq_len": 512},
     "mpt_bounded": {

@@ -10,7 +10,7 @@ _TWICE = "its layers attend more than once"
 REASONS: dict[str, str] = {
     **dict.fromkeys(
         (
-            "gpt_neo", "gpt_neox_japanese", "xglm",
+            "gpt_neox_japanese", "xglm",
         ), _OWN_ATTENTION,
     ),
     **dict.fromkeys(

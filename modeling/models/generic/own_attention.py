@@ -159,6 +159,19 @@ def _of_neighbours(rotary: Rotary, position_ids: Tensor) -> Angles:
     return rotary.angles(position_ids[0])._replace(neighbours=True)
 
 
+class GPTNeoAttention(OwnAttention):
+    """GPT-Neo's: scores are not scaled, and every other layer has a window."""
+
+    def scale(self, module: Any, head_dim: int) -> float:
+        """None."""
+        return 1.0
+
+    def window(self, module: Any, config: Any) -> int | None:
+        """Of layers that are local."""
+        window: int = config.window_size
+        return window if module.attention_type == "local" else None
+
+
 class MptAttention(OwnAttention):
     """MPT's."""
 
@@ -185,6 +198,7 @@ OWN: dict[str, type[OwnAttention]] = {
     "bloom": BloomAttention,
     "codegen": GPTJAttention,
     "falcon": RotatedAttention,
+    "gpt_neo": GPTNeoAttention,
     "gptj": GPTJAttention,
     "mpt": MptAttention,
 }

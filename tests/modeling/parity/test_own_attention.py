@@ -53,11 +53,16 @@ def test_together(world: World, variant: str, ranks: int) -> None:
     compare(world, Setting("own", variant, ranks, EVERYONE, rejoins_at=3))
 
 
-@pytest.mark.parametrize("variant", swept(OWN, lambda variant: variant == "bloom"))
+@pytest.mark.parametrize("variant", swept(OWN, lambda variant: variant in ("bloom", "gpt_neo")))
 def test_scheduled(world: World, variant: str) -> None:
     """Under the real scheduler: prefix hits, and requests that are preempted and lost."""
     names, lengths = [BASE, BASE, "r8"], (37, 37, 21)
     compare(world, Setting("own", variant, 2, names, lengths=lengths, lost_at=9))
+
+
+def test_blocks_behind_windows_serve_other_tokens(world: World) -> None:
+    names, lengths = [BASE, "r8", BASE, BASE], (70, 61, 53, 70)
+    compare(world, Setting("own", "gpt_neo", 1, names, lengths=lengths, blocks=12))
 
 
 @pytest.mark.parametrize(
@@ -86,6 +91,7 @@ PUBLISHED: dict[str, tuple[str, ...]] = {
     "bloom": ("transformer.",),
     "codegen": ("", "transformer.h.0.attn.causal_mask"),
     "falcon": ("", "lm_head.weight"),
+    "gpt_neo": ("", "transformer.h.1.attn.attention.bias"),
     "gptj": ("", "transformer.h.0.attn.bias", "transformer.h.0.attn.masked_bias"),
 }
 """What names lack in published files, and what these hold besides: masks, heads that are tied."""
@@ -147,6 +153,7 @@ def test_products_cut_as_another_types(
 
 FAULTS: dict[str, tuple[str, Any]] = {
     "mpt_bounded": ("bounded", OwnAttention.bounded),
+    "gpt_neo": ("scale", OwnAttention.scale),
     "gptj": ("angles", OwnAttention.angles),
 }
 """A part of each class that is left out."""

@@ -116,7 +116,7 @@ def test_classifiers_of_transformers_modules(world: World, tmp_path: Path, kind:
 
 @pytest.mark.parametrize(
     "variant",
-    swept(["bloom", "falcon_groups", "gptj", "mpt"], lambda variant: variant == "bloom"),
+    swept(["bloom", "falcon_groups", "gpt_neo", "gptj", "mpt"], lambda variant: variant == "bloom"),
 )
 def test_classifiers_with_attention_of_their_own(
     world: World, tmp_path: Path, variant: str
