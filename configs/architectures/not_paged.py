@@ -10,7 +10,7 @@ _TWICE = "its layers attend more than once"
 REASONS: dict[str, str] = {
     **dict.fromkeys(
         (
-            "gpt_neox_japanese", "xglm",
+            "xglm",
         ), _OWN_ATTENTION,
     ),
     **dict.fromkeys(

@@ -39,6 +39,8 @@ _OWN_PLAN = {
     "h.*.mlp.c_proj": Style.ROW,
     "h.*.mlp.dense_h_to_4h": Style.COLUMN,
     "h.*.mlp.dense_4h_to_h": Style.ROW,
+    "layers.*.mlp.dense_h_to_4h": Style.COLUMN,
+    "layers.*.mlp.dense_4h_to_h": Style.ROW,
     "h.*.mlp.fc_in": Style.COLUMN,
     "h.*.mlp.fc_out": Style.ROW,
     "blocks.*.ffn.up_proj": Style.COLUMN,

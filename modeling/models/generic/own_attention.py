@@ -172,6 +172,18 @@ class GPTNeoAttention(OwnAttention):
         return window if module.attention_type == "local" else None
 
 
+class GPTNeoXJapaneseAttention(RotatedAttention):
+    """GPT-NeoX Japanese's, which leaves adding its last bias to the layer."""
+
+    def __init__(self, module: Any, *args: Any) -> None:
+        super().__init__(module, *args)
+        self.dense_bias = module.dense_bias
+
+    def result(self, out: Tensor, *_others: Tensor) -> tuple[Tensor | None, ...]:
+        """With the bias, of the last layer alone."""
+        return out, None, self.dense_bias
+
+
 class MptAttention(OwnAttention):
     """MPT's."""
 
@@ -199,6 +211,7 @@ OWN: dict[str, type[OwnAttention]] = {
     "codegen": GPTJAttention,
     "falcon": RotatedAttention,
     "gpt_neo": GPTNeoAttention,
+    "gpt_neox_japanese": GPTNeoXJapaneseAttention,
     "gptj": GPTJAttention,
     "mpt": MptAttention,
 }

@@ -48,7 +48,7 @@ _BY_HEAD = OwnProduct(("query_key_value",), "dense")
 
 _PRODUCTS = {
     **dict.fromkeys(("gpt_neo", "gptj"), _PLAIN),
-    "bloom": _BY_HEAD,
+    **dict.fromkeys(("bloom", "gpt_neox_japanese"), _BY_HEAD),
     # Of the four parts in which it was trained.
     "codegen": OwnProduct(("qkv_proj",), blocks=lambda _: 4, order="qvk"),
     "falcon": OwnProduct(

@@ -92,6 +92,7 @@ PUBLISHED: dict[str, tuple[str, ...]] = {
     "codegen": ("", "transformer.h.0.attn.causal_mask"),
     "falcon": ("", "lm_head.weight"),
     "gpt_neo": ("", "transformer.h.1.attn.attention.bias"),
+    "gpt_neox_japanese": ("", "gpt_neox_japanese.layers.0.attention.bias", "embed_out.weight"),
     "gptj": ("", "transformer.h.0.attn.bias", "transformer.h.0.attn.masked_bias"),
 }
 """What names lack in published files, and what these hold besides: masks, heads that are tied."""
@@ -155,6 +156,7 @@ FAULTS: dict[str, tuple[str, Any]] = {
     "mpt_bounded": ("bounded", OwnAttention.bounded),
     "gpt_neo": ("scale", OwnAttention.scale),
     "gptj": ("angles", OwnAttention.angles),
+    "gpt_neox_japanese": ("result", lambda *given: (given[1], None, None)),
 }
 """A part of each class that is left out."""
 
