@@ -69,6 +69,7 @@ OWN: dict[str, dict[str, Any]] = {
         "max_seq_len": 512,
         "attn_config": {"clip_qkv": 1.5, "softmax_scale": 0.3},
     },
+    "xglm": {"ffn_dim": 48},
 }
 """What differs from SHAPE, by model_type or a name of a variant."""
 

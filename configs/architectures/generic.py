@@ -27,7 +27,7 @@ PAGED_TYPES = frozenset(
         "modernbert-decoder", "mpt", "nanochat", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3",
         "olmo_hybrid", "olmoe", "persimmon", "phi", "phimoe", "qwen2_moe", "qwen3_5_moe_text",
         "qwen3_5_text", "qwen3_moe", "qwen3_next", "sarvam_mla", "sarvam_moe", "seed_oss",
-        "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma", "youtu",
+        "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma", "xglm", "youtu",
     )
 )  # fmt: skip
 """The `model_type`s of config.json that are served so."""

@@ -3,16 +3,10 @@
 Each was tried as a GenericArchitecture: it did not start, or gave other results than transformers.
 """
 
-_OWN_ATTENTION = "its attention is code of its own, not behind transformers' AttentionInterface"
 _OWN_HEAD = "its head is more than one linear layer, as an encoder's is"
 _TWICE = "its layers attend more than once"
 
 REASONS: dict[str, str] = {
-    **dict.fromkeys(
-        (
-            "xglm",
-        ), _OWN_ATTENTION,
-    ),
     **dict.fromkeys(
         (
             "bert", "big_bird", "electra", "megatron-bert", "rembert", "roberta", "roformer",

@@ -214,6 +214,7 @@ OWN: dict[str, type[OwnAttention]] = {
     "gpt_neox_japanese": GPTNeoXJapaneseAttention,
     "gptj": GPTJAttention,
     "mpt": MptAttention,
+    "xglm": OwnAttention,
 }
 """By model_type."""
 

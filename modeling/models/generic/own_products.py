@@ -47,7 +47,7 @@ _PLAIN = OwnProduct()
 _BY_HEAD = OwnProduct(("query_key_value",), "dense")
 
 _PRODUCTS = {
-    **dict.fromkeys(("gpt_neo", "gptj"), _PLAIN),
+    **dict.fromkeys(("gpt_neo", "gptj", "xglm"), _PLAIN),
     **dict.fromkeys(("bloom", "gpt_neox_japanese"), _BY_HEAD),
     # Of the four parts in which it was trained.
     "codegen": OwnProduct(("qkv_proj",), blocks=lambda _: 4, order="qvk"),

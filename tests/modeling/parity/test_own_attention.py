@@ -36,13 +36,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=T
 EVERYONE = [BASE, "r8", "columns", "rows"]
 
 MAIN = {
-    ("bloom_uneven", 2),
-    ("codegen", 2),
-    ("falcon", 2),
-    ("falcon_groups", 4),
+    *(("bloom_uneven", 2), ("codegen", 2), ("falcon", 2), ("falcon_groups", 4)),
     ("mpt_bounded", 2),
 }
-"""Slopes of no power of two, blocks, one KV head, KV heads of several ranks, three parts."""
+"""Slopes of no power of two, KV heads of several ranks, one KV head, blocks, three parts."""
 
 
 @pytest.mark.parametrize(
