@@ -52,14 +52,7 @@ OWN: dict[str, dict[str, Any]] = {
         "bias": True,
     },
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 9},
-    "gpt_neox_japanese": {
-        "intermediate_multiple_size": 2,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 1e4,
-            "partial_rotary_factor": 0.5,
-        },
-    },
+    "gpt_neox_japanese": {"intermediate_multiple_size": 2},
     "gptj": {"rotary_dim": 4, "n_positions": 512},
     "mpt": {"max_seq_len": 512},
     "mpt_bounded": {

@@ -4,6 +4,7 @@ transformers builds the modules; attention, cache, linear layers and both ends a
 types that were compared with transformers' own results are listed here.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
@@ -44,6 +45,11 @@ BUILT_AS: dict[str, tuple[str, ...]] = {
     "LlamaForCausalLM": ("exaone", "internlm3", "iquestcoder"),
 }
 """Those of which transformers makes a class of another type, by its name."""
+
+_REFINED_WEB = {
+    "n_head": "num_attention_heads", "n_head_kv": "num_kv_heads", "n_layer": "num_hidden_layers",
+}  # fmt: skip
+"""Fields of Falcons that were published before transformers knew them, by today's names."""
 
 _ROPE_TYPES = frozenset(
     {None, "default", "dynamic", "linear", "llama3", "proportional", "xdrope", "yarn"}
@@ -104,6 +110,18 @@ class GenericArchitecture(ModelArchitecture):
     def with_expert_parallel(self, wanted: bool) -> Self:
         """The same model; whether it has experts is seen when its modules are built."""
         return self.model_copy(update={"expert_parallel": wanted})
+
+
+def known_names(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a config.json with the names that transformers has today: Falcon's were others."""
+    kind = config.get("model_type")
+    if kind not in ("RefinedWeb", "RefinedWebModel"):
+        return config
+    fields = {_REFINED_WEB.get(key, key): value for key, value in config.items()}
+    # The first of the two is what Falcon 40B's code computes, whatever its config says.
+    fields |= {"new_decoder_architecture": True} if kind == "RefinedWeb" else {}
+    names = [re.sub("^RW", "Falcon", name) for name in config.get("architectures") or ()]
+    return {**fields, "model_type": "falcon", "architectures": names}
 
 
 def parse(name: str, config: Mapping[str, Any]) -> GenericArchitecture | padded.PaddedArchitecture:

@@ -1,5 +1,7 @@
 """Types whose attention transformers computes in code of their own, against transformers + PEFT."""
 
+import json
+import shutil
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,7 @@ from tests.sweeps import swept, swept_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
 
+PROMPT = [5, 9, 7, 33, 60, 21, 4, 90, 11]
 EVERYONE = [BASE, "r8", "columns", "rows"]
 
 MAIN = {
@@ -75,12 +78,12 @@ def test_dora(world: World, variant: str) -> None:
     compare(world, Setting("own", variant, 2, [BASE, "dora"]))
 
 
-def error(model: Path, prompt: list[int]) -> float:
-    """How far the first token's logprobs are from transformers'."""
+def error(model: Path, prompt: list[int], told_by: Path | None = None) -> float:
+    """How far the first token's logprobs are from transformers', of the same or another folder."""
     runner = load_paged(engine_config(model), SingleRank(), torch.device("cpu")).allocate()
     asked = Asked(prompt, 1, sampling=Sampling(logprobs=96), chunk=7)
     (answer,) = generate(runner, [asked], NUM_BLOCKS, BLOCK_SIZE)
-    told = oracle_logits(load_oracle(model), prompt)[-1].double().log_softmax(-1)
+    told = oracle_logits(load_oracle(told_by or model), prompt)[-1].double().log_softmax(-1)
     return float((full_logprobs(answer)[0] - told).abs().max())
 
 
@@ -99,7 +102,27 @@ PUBLISHED: dict[str, tuple[str, ...]] = {
 def test_published_names(tmp_path: Path, variant: str) -> None:
     model = write_own(tmp_path, variant)
     publish(model, *PUBLISHED[variant])
-    assert error(model, [5, 9, 7, 33, 60, 21, 4, 90, 11]) <= TOLERANCE
+    assert error(model, PROMPT) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("variant", "kind"), [("falcon", "RefinedWebModel"), ("falcon_groups", "RefinedWeb")]
+)
+def test_falcons_that_transformers_did_not_know(tmp_path: Path, variant: str, kind: str) -> None:
+    """Files as they were published first, of 7B and 40B."""
+    modern = write_own(tmp_path / "modern", variant)
+    model = shutil.copytree(modern, tmp_path / "model")
+    fields = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    kept = ("vocab_size", "hidden_size", "alibi", "bias", "multi_query", "parallel_attn", "dtype")
+    older = {
+        **{key: fields[key] for key in kept},
+        **{"n_head": fields["num_attention_heads"], "n_layer": fields["num_hidden_layers"]},
+        **({"n_head_kv": fields["num_kv_heads"]} if kind == "RefinedWeb" else {}),
+        **{"model_type": kind, "architectures": ["RWForCausalLM"]},
+        "auto_map": {"AutoModelForCausalLM": "modelling_RW.RWForCausalLM"},
+    }
+    (model / "config.json").write_text(json.dumps(older), encoding="utf-8")
+    assert error(model, PROMPT, modern) <= TOLERANCE
 
 
 def test_alibi_far_behind_its_chunk(tmp_path: Path) -> None:
