@@ -101,6 +101,34 @@ def cut_heads(num_heads: int, num_kv_heads: int, head_dim: int, rank: int, ranks
     )
 
 
+def fused_heads(
+    queries: Segments,
+    keys: Segments,
+    head_dim: int,
+    sizes: tuple[int, int] = (1, 1),
+    order: str = "qkv",
+) -> Segments:
+    """Return a rank's rows of one product of q, k and v, in the order q, k, v.
+
+    queries, keys: one run of columns each, of q and of k alone. The product lies in blocks, each of
+    some heads' q, k and v. sizes: query heads and KV heads of a block. order: of the three in it.
+    """
+    counts = {"q": sizes[0], "k": sizes[1], "v": sizes[1]}
+    height = sum(counts.values())
+    rows: list[int] = []
+    for part, ((start, stop),) in zip("qkv", (queries, keys, keys), strict=True):
+        before = sum(counts[each] for each in order[: order.index(part)])
+        for head in range(start // head_dim, stop // head_dim):
+            block, inside = divmod(head, counts[part])
+            rows.append(block * height + before + inside)
+    starts = [at for at, row in enumerate(rows) if not at or row != rows[at - 1] + 1]
+    ends = [*starts[1:], len(rows)]
+    return tuple(
+        (rows[first] * head_dim, (rows[last - 1] + 1) * head_dim)
+        for first, last in zip(starts, ends, strict=True)
+    )
+
+
 @dataclass(frozen=True)
 class VocabularyCut:
     """One rank's rows of the vocabulary, which is padded to a multiple of the ranks.

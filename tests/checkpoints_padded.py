@@ -1,4 +1,4 @@
-"""Tiny random models of families that have no paged implementation, written by transformers."""
+"""Tiny random models of many families, written by transformers."""
 
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,11 @@ CONFIGS: dict[str, tuple[type[transformers.PretrainedConfig], dict[str, Any]]] =
         transformers.StableLmConfig,
         {**WIDE, "intermediate_size": 48, "num_key_value_heads": 2},
     ),
+    "bert": (transformers.BertConfig, {**WIDE, "intermediate_size": 48, "is_decoder": True}),
+    "diffllama": (
+        transformers.DiffLlamaConfig,
+        {**WIDE, "intermediate_size": 48, "num_key_value_heads": 2},
+    ),
     "gpt_bigcode": (transformers.GPTBigCodeConfig, {**SHORT, "n_inner": 48}),
     "gemma2": (
         transformers.Gemma2Config,
@@ -61,7 +66,8 @@ CONFIGS: dict[str, tuple[type[transformers.PretrainedConfig], dict[str, Any]]] =
         },
     ),
 }
-"""Kinds of model by name. gemma2: every other layer sees eight tokens back."""
+"""Kinds of model by name. gemma2: every other layer sees eight tokens back. There is no
+paged implementation of bert, diffllama and falcon_alibi, which the padded code does not ask for."""
 
 _NEOX_LIKE = adapters(["query_key_value", "dense_h_to_4h"], ["dense", "dense_4h_to_h"])
 _LLAMA_LIKE = adapters(
@@ -75,6 +81,8 @@ ADAPTERS: dict[str, dict[str, AdapterRecipe]] = {
     "falcon_alibi": _NEOX_LIKE,
     "gptj": adapters(["q_proj", "k_proj", "v_proj", "fc_in"], ["out_proj", "fc_out"]),
     "stablelm": _LLAMA_LIKE,
+    "bert": adapters(["query", "key", "value"], ["output.dense"]),
+    "diffllama": _LLAMA_LIKE,
     "gpt_bigcode": adapters(["c_attn", "c_fc"], ["attn.c_proj", "mlp.c_proj"]),
     "gemma2": _LLAMA_LIKE,
 }
@@ -98,7 +106,7 @@ def write_padded(folder: Path, kind: str, **changes: Any) -> Path:
 
 def randomise(name: str, parameter: torch.nn.Parameter, generator: torch.Generator) -> None:
     """Norms near one, all else (biases too) of std 0.2: tokens are won by comfortable margins."""
-    if name.endswith("weight") and ("norm" in name or ".ln_" in name):
+    if name.endswith("weight") and ("norm" in name.lower() or ".ln_" in name):
         parameter.uniform_(0.7, 1.3, generator=generator)
     else:
         parameter.normal_(std=0.2, generator=generator)

@@ -154,6 +154,11 @@ STACKS: dict[str, dict[str, Any]] = {
         "text_config": {**_TEXT, "model_type": "llama"},
         "vision_config": {**_VISION, "model_type": "clip_vision_model"},
     },
+    # Towers of other kinds, which need no package more.
+    "fast_vlm": {"text_config": {**_TEXT, "model_type": "qwen2", "head_dim": 8},
+                 "vision_config": _SIGLIP},
+    "perception_lm": {"text_config": {**_TEXT, "model_type": "llama"},
+                      "vision_config": {**_SIGLIP, "model_args": {"embed_dim": 16}}},
     "qwen2_5_vl": {
         "text_config": {**_TEXT, **_rope([1, 1, 2]), "head_dim": 8},
         "vision_config": _QWEN_VISION,

@@ -67,7 +67,8 @@ def _model(folder: Path, adapter: Path | None) -> Any:
 
 def _exact(model: Any) -> Any:
     """Turn it to float64, unless its own code uses float32."""
-    return model if getattr(model.config, "reorder_and_upcast_attn", False) else model.double()
+    upcasts = getattr(model.config, "reorder_and_upcast_attn", False)
+    return model if upcasts or model.config.model_type == "xglm" else model.double()
 
 
 @lru_cache(maxsize=512)

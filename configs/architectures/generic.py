@@ -4,6 +4,7 @@ transformers builds the modules; attention, cache, linear layers and both ends a
 types that were compared with transformers' own results are listed here.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
@@ -14,20 +15,21 @@ from configs.architectures.outer_tokens import OuterTokens
 PAGED_TYPES = frozenset(
     (
         "afmoe", "apertus", "apertus1p5_text", "arcee", "aria_text", "axk1", "axk2",
-        "bailing_hybrid", "bamba", "beam", "biogpt", "bitnet", "cohere", "cohere2", "cohere2_moe",
-        "cohere_compass_text", "ctrl", "cwm", "dbrx", "deepseek_v2", "deepseek_v3", "deepseek_v32",
-        "dots1", "ernie4_5", "ernie4_5_moe", "exaone", "exaone4", "exaone_moe", "falcon_h1",
-        "flex_olmo", "flint", "gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text",
-        "gemma4_unified_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa",
-        "gpt_bigcode", "gpt_oss", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoehybrid",
+        "bailing_hybrid", "bamba", "beam", "biogpt", "bitnet", "bloom", "codegen", "cohere",
+        "cohere2", "cohere2_moe", "cohere_compass_text", "ctrl", "cwm", "dbrx", "deepseek_v2",
+        "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5", "ernie4_5_moe", "exaone", "exaone4",
+        "exaone_moe", "falcon", "falcon_h1", "flex_olmo", "flint", "gemma", "gemma2", "gemma3_text",
+        "gemma3n_text", "gemma4_text", "gemma4_unified_text", "glm", "glm4", "glm4_moe",
+        "glm4_moe_lite", "glm_moe_dsa", "gpt_bigcode", "gpt_neo", "gpt_neox_japanese", "gpt_oss",
+        "gptj", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoehybrid",
         "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hy_v4",
         "hyperclovax", "internlm3", "iquestcoder", "jais2", "jetmoe", "kimi_linear", "kolibri1",
         "laguna", "lfm2", "lfm2_moe", "lfm3", "llama4_text", "mellum", "mimo_v2_flash", "minicpm3",
         "minimax_m2", "minimax_m3_vl_text", "ministral", "ministral3", "mixtral",
-        "modernbert-decoder", "nanochat", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3",
+        "modernbert-decoder", "mpt", "nanochat", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3",
         "olmo_hybrid", "olmoe", "persimmon", "phi", "phimoe", "qwen2_moe", "qwen3_5_moe_text",
         "qwen3_5_text", "qwen3_moe", "qwen3_next", "sarvam_mla", "sarvam_moe", "seed_oss",
-        "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma", "youtu",
+        "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma", "xglm", "youtu",
     )
 )  # fmt: skip
 """The `model_type`s of config.json that are served so."""
@@ -44,6 +46,11 @@ BUILT_AS: dict[str, tuple[str, ...]] = {
     "LlamaForCausalLM": ("exaone", "internlm3", "iquestcoder"),
 }
 """Those of which transformers makes a class of another type, by its name."""
+
+_REFINED_WEB = {
+    "n_head": "num_attention_heads", "n_head_kv": "num_kv_heads", "n_layer": "num_hidden_layers",
+}  # fmt: skip
+"""Fields of Falcons that were published before transformers knew them, by today's names."""
 
 _ROPE_TYPES = frozenset(
     {None, "default", "dynamic", "linear", "llama3", "proportional", "xdrope", "yarn"}
@@ -66,6 +73,9 @@ INDEXED_TYPES = frozenset({"axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4"})
 _INDEXED = frozenset({"indexed_attention", "deepseek_sparse_attention"})
 """How transformers calls all of their layers, since 5.24 and before."""
 
+_UNLIMITED = frozenset({"bloom"})
+"""Those that take any length: scores grow with a key's position, which is embedded nowhere."""
+
 _LAYER_KINDS = frozenset({"attention", "full_attention", "sliding_attention", "chunked_attention"})
 
 
@@ -76,6 +86,7 @@ class GenericArchitecture(ModelArchitecture):
     expert_parallel: whether ranks have whole experts.
     padded_tokens: tokens for images and sound, which are embedded as pad_token.
     outer_tokens: those that other parts of a larger model embed, the vocabulary's last.
+    limited: whether max_position_embeddings is the model's own (else a guess, as it has ALiBi).
     """
 
     settings: dict[str, Any]
@@ -83,6 +94,12 @@ class GenericArchitecture(ModelArchitecture):
     padded_tokens: tuple[int, ...] = ()
     pad_token: int = 0
     outer_tokens: tuple[OuterTokens, ...] = ()
+    limited: bool = True
+
+    @property
+    def stretches(self) -> bool:
+        """A model without positions takes any length."""
+        return not self.limited
 
     @property
     def idle_layers(self) -> tuple[int, ...]:
@@ -102,6 +119,18 @@ class GenericArchitecture(ModelArchitecture):
         return self.model_copy(update={"expert_parallel": wanted})
 
 
+def known_names(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a config.json with the names that transformers has today: Falcon's were others."""
+    kind = config.get("model_type")
+    if kind not in ("RefinedWeb", "RefinedWebModel"):
+        return config
+    fields = {_REFINED_WEB.get(key, key): value for key, value in config.items()}
+    # The first of the two is what Falcon 40B's code computes, whatever its config says.
+    fields |= {"new_decoder_architecture": True} if kind == "RefinedWeb" else {}
+    names = [re.sub("^RW", "Falcon", name) for name in config.get("architectures") or ()]
+    return {**fields, "model_type": "falcon", "architectures": names}
+
+
 def parse(name: str, config: Mapping[str, Any]) -> GenericArchitecture | padded.PaddedArchitecture:
     """Normalise the config.json of architecture `name`; ArchitectureError names what is wrong.
 
@@ -109,7 +138,7 @@ def parse(name: str, config: Mapping[str, Any]) -> GenericArchitecture | padded.
     """
     found = padded.parse(name, config)
     reason = _obstacle(config)
-    if reason is None and not found.limited:
+    if reason is None and not found.limited and config["model_type"] not in _UNLIMITED:
         reason = "config.json does not give max_position_embeddings"
     if reason is not None:
         return found.model_copy(update={"reason": reason})
@@ -118,7 +147,7 @@ def parse(name: str, config: Mapping[str, Any]) -> GenericArchitecture | padded.
     if settings["model_type"] in INDEXED_TYPES:
         # All are alike, and each version of transformers has a name for them.
         settings.pop("layer_types", None)
-    return GenericArchitecture(**shared, settings=settings)
+    return GenericArchitecture(**shared, settings=settings, limited=found.limited)
 
 
 def _obstacle(config: Mapping[str, Any]) -> str | None:
@@ -135,6 +164,10 @@ def _obstacle(config: Mapping[str, Any]) -> str | None:
         layers -= _INDEXED
     if layers and kind not in RECURRENT_TYPES:
         return f"layer_types {', '.join(sorted(layers))} are not served paged"
+    if kind == "falcon" and config.get("alibi"):
+        return "alibi: transformers rounds Falcon's biases to bfloat16, by each key's position"
+    if config.get("slow_but_exact") and config.get("pretraining_tp", 1) > 1:
+        return "slow_but_exact: transformers leaves biases out then"
     table = config.get("vocab_size_per_layer_input") or config["vocab_size"]
     is_read = kind == "gemma4_text" and config.get("hidden_size_per_layer_input")
     if is_read and table < config["vocab_size"]:

@@ -3,16 +3,10 @@
 Each was tried as a GenericArchitecture: it did not start, or gave other results than transformers.
 """
 
-_OWN_ATTENTION = "its attention is code of its own, not behind transformers' AttentionInterface"
 _OWN_HEAD = "its head is more than one linear layer, as an encoder's is"
 _TWICE = "its layers attend more than once"
 
 REASONS: dict[str, str] = {
-    **dict.fromkeys(
-        (
-            "codegen", "falcon", "gpt_neo", "gpt_neox_japanese", "gptj", "xglm",
-        ), _OWN_ATTENTION,
-    ),
     **dict.fromkeys(
         (
             "bert", "big_bird", "electra", "megatron-bert", "rembert", "roberta", "roformer",
@@ -20,7 +14,6 @@ REASONS: dict[str, str] = {
         ), _OWN_HEAD,
     ),
     **dict.fromkeys(("diffllama", "longcat_flash"), _TWICE),
-    **dict.fromkeys(("bloom", "mpt"), "it has ALiBi in place of rotary or learned positions"),
     "doge": "its mask depends on the values",
     "hrm_text": "its decoder's layers run several times for each token",
     "moshi": "its cache forgets by a window that its attention does not read",

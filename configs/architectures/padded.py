@@ -22,6 +22,19 @@ _LENGTHS = (
     "max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx",
     "model_max_length",
 )  # fmt: skip
+_OWN_LENGTHS = {"falcon": 2048}
+"""What transformers takes where config.json names no limit, by model_type."""
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "no_bias": (True,),
+    "norm_type": ("low_precision_layernorm", "layernorm"),
+    "logit_scale": (None,),
+    "attn_type": ("multihead_attention",),
+    "alibi": (True,),
+    "alibi_bias_max": (8,),
+    "prefix_lm": (False,),
+    "qk_ln": (False,),
+}
+"""What MPT's config.json may say, itself or in attn_config, of what transformers does not read."""
 AUTO_SUFFIX = "ForCausalLM"
 """Behind a model_type: the name of what AutoModelForCausalLM makes of it, where none is given."""
 _CAUSAL = (AUTO_SUFFIX, "LMHeadModel")
@@ -53,8 +66,12 @@ def parse(name: str, config: Mapping[str, Any]) -> PaddedArchitecture:
     refuse_quantised(config)
     if config.get("is_encoder_decoder"):
         raise ArchitectureError("is_encoder_decoder: only decoders are served")
+    kind = config.get("model_type")
+    if kind == "mpt":
+        _refuse_unread(config)
     # Falcon keeps max_position_embeddings in its config when ALiBi makes it meaningless.
-    length = None if config.get("alibi") else _first(config, _LENGTHS)
+    given = _first(config, _LENGTHS) or _OWN_LENGTHS.get(str(kind))
+    length = None if config.get("alibi") else given
     kinds = config.get("layers_block_type") or config.get("layer_types") or ()
     layers = _first(config, LAYER_COUNTS) or len(kinds)
     if not layers and isinstance(config.get("text_config"), Mapping):
@@ -74,6 +91,16 @@ def parse(name: str, config: Mapping[str, Any]) -> PaddedArchitecture:
         bos_token_id=config.get("bos_token_id"),
         checkpoint_dtype=checkpoint_dtype(config),
     )
+
+
+def _refuse_unread(config: Mapping[str, Any]) -> None:
+    """Refuse an MPT that transformers computes as if it were another."""
+    settings = {**config, **(config.get("attn_config") or {})}
+    for key, neutral in _NEUTRAL.items():
+        if key in settings and settings[key] not in neutral:
+            raise ArchitectureError(
+                f"{key} ({settings[key]}): transformers does not read it of an MPT"
+            )
 
 
 def _first(config: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:

@@ -87,6 +87,7 @@ def parse_architecture(config: Mapping[str, Any]) -> ModelArchitecture:
 
     A causal language model of no family here is a GenericArchitecture, or a PaddedArchitecture.
     """
+    config = generic.known_names(config)
     refuse_many_layers(config)
     try:
         quantisation = parse_quantisation(config)

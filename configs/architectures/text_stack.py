@@ -39,7 +39,7 @@ _KINDS = {
             "llama",
             (
                 "DeepseekVL", "DeepseekVLHybrid", "Idefics3", "Janus", "Llava", "LlavaNext",
-                "LlavaNextVideo", "SmolVLM", "VideoLlava", "VipLlava", "Voxtral",
+                "LlavaNextVideo", "PerceptionLM", "SmolVLM", "VideoLlava", "VipLlava", "Voxtral",
             ),
         ),
         ("llama4_text", ("Llama4",)),
@@ -50,8 +50,8 @@ _KINDS = {
         (
             "qwen2",
             (
-                "AudioFlamingo3", "GotOcr2", "InternVL", "LlavaOnevision", "Ovis2", "Qwen2Audio",
-                "VideoLlama3",
+                "AudioFlamingo3", "FastVlm", "GotOcr2", "InternVL", "LlavaOnevision", "Ovis2",
+                "Qwen2Audio", "VideoLlama3",
             ),
         ),
         ("qwen2_5_omni_text", ("Qwen2_5OmniThinker",)),

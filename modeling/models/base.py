@@ -23,6 +23,7 @@ class AttentionLayer:
     source: the layer that stores the keys and values this one reads; None: it has its own.
     index_topk: a token sees so many positions at most, which an index chooses; the last head has
         the keys of that. None: no index.
+    slopes: of this rank's heads (ALiBi); None: none.
     """
 
     num_heads: int
@@ -35,6 +36,7 @@ class AttentionLayer:
     chunk: int | None = None
     source: int | None = None
     index_topk: int | None = None
+    slopes: tuple[float, ...] | None = None
 
 
 class RecurrentStates(Protocol):

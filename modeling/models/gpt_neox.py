@@ -25,7 +25,7 @@ from sharding.embedding import VocabParallelEmbedding
 from sharding.group import TensorParallel
 from sharding.linear import ColumnParallelLinear, ColumnPart, RowParallelLinear
 from sharding.loader import Weights
-from sharding.slicing import HeadCut, Segments, cut_heads, cut_width, whole
+from sharding.slicing import HeadCut, Segments, cut_heads, cut_width, fused_heads, whole
 
 PEFT_PREFIX = "gpt_neox"
 """Where PEFT finds the decoder, however the checkpoint's own names begin."""
@@ -53,15 +53,10 @@ def _inner(config: GPTNeoXArchitecture, group: TensorParallel) -> Segments:
 def fused_qkv(heads: Segments, head_dim: int) -> Segments:
     """The rows of query_key_value that belong to `heads`, in the order q, k, v of the layers.
 
-    The matrix lies head by head, each head's q, k and v together: row (3 * head + part) *
-    head_dim. heads: one run of columns of q alone.
+    The matrix lies head by head, each head's q, k and v together. heads: one run of columns of q
+    alone.
     """
-    ((start, stop),) = heads
-    return tuple(
-        ((3 * head + part) * head_dim, (3 * head + part + 1) * head_dim)
-        for part in range(3)
-        for head in range(start // head_dim, stop // head_dim)
-    )
+    return fused_heads(heads, heads, head_dim)
 
 
 def gpt_neox_projections(

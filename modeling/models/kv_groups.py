@@ -88,6 +88,7 @@ def attention_specs(model: PagedModel, layout: KvLayout) -> tuple[AttentionSpec,
             softcap=form.softcap,
             sinks=form.sinks,
             index_topk=form.index_topk,
+            alibi=form.slopes,
         )
         found.append(spec)
     return tuple(found)

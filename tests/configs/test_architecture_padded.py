@@ -53,7 +53,7 @@ def test_the_length_is_the_models_own_or_a_guess(
 
 
 def test_a_model_type_alone_names_what_is_built() -> None:
-    assert parse(architectures=None, model_type="gptj").architecture == "gptjForCausalLM"
+    assert parse(architectures=None, model_type="doge").architecture == "dogeForCausalLM"
 
 
 @pytest.mark.parametrize("kind", CONFIGS)

@@ -64,7 +64,7 @@ SEEDS: Mapping[str, System] = {
     "gpt2": System(write_gpt2, GPT2_ADAPTERS, ranks=2),
     "opt": System(write_opt, OPT_ADAPTERS),
     "neox": System(write_gpt_neox, GPT_NEOX_ADAPTERS, ranks=2),
-    "padded": System(partial(write_padded, kind="gptj"), ADAPTERS["gptj"]),
+    "padded": System(partial(write_padded, kind="bert"), ADAPTERS["bert"]),
 }
 """By route prefix; two of them over two ranks, for each rank is a process more on two cores."""
 

@@ -10,6 +10,7 @@ from sharding.slicing import (
     cut_vocabulary,
     cut_width,
     even_cut,
+    fused_heads,
     spread_experts,
     whole,
     width,
@@ -80,6 +81,17 @@ def test_heads_that_do_not_fit_the_ranks() -> None:
         cut_heads(12, 3, 4, 0, 2)
     with pytest.raises(ValueError, match=r"num_attention_heads \(12\)"):
         cut_heads(12, 3, 4, 0, 8)
+
+
+def test_products_of_heads_in_blocks() -> None:
+    """Each of two blocks is q, q, k, v; or, where values come first, q, q, v, k."""
+    heads = cut_heads(4, 2, 1, 0, 1)
+    cut = fused_heads(heads.queries, heads.keys, 1, (2, 1))
+    assert indices(cut) == [0, 1, 4, 5, 2, 6, 3, 7]
+    cut = fused_heads(heads.queries, heads.keys, 1, (2, 1), "qvk")
+    assert indices(cut) == [0, 1, 4, 5, 3, 7, 2, 6]
+    heads = cut_heads(4, 2, 3, 1, 2)
+    assert fused_heads(heads.queries, heads.keys, 3, (2, 1)) == ((12, 24),), "one run"
 
 
 @settings(deadline=None)

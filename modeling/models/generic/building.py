@@ -19,7 +19,9 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from configs.architectures.base import ArchitectureError
 from configs.architectures.generic import GenericArchitecture
+from modeling.models.generic.own_products import own_product
 from modeling.models.generic.step import ATTENTION
+from modeling.models.generic.windows import attend_by
 
 NOT_TAKEN = (
     *(ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RuntimeError),
@@ -53,13 +55,16 @@ def build(architecture: GenericArchitecture, dtype: torch.dtype) -> PreTrainedMo
     config = _config(architecture.settings)
     try:
         with _LargeOnMeta():
-            model = _from_config(config, dtype=dtype, attn_implementation=ATTENTION)
+            # Types with attention of their own have classes by transformers' names alone.
+            known = ATTENTION if own_product(config) is None else "eager"
+            model = _from_config(config, dtype=dtype, attn_implementation=known)
     except torch.OutOfMemoryError:
         raise  # It says nothing of the config.
     except NOT_TAKEN as error:
         raise ArchitectureError(
             f"transformers builds no {config.model_type} of this config.json: {error!r}"
         ) from error
+    attend_by(model.config, ATTENTION)
     _hold_frequencies(model)
     for layer in architecture.idle_layers:
         cast(Any, model).model.layers[layer] = nn.Module()

@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import nn
 
+from modeling.models.generic.own_products import own_product
 from sharding.group import TensorParallel
-from sharding.slicing import HeadCut, Segments, cut_heads, cut_width, whole
+from sharding.slicing import HeadCut, Segments, cut_heads, cut_width, fused_heads, whole
 
 
 class Style(Enum):
@@ -36,6 +37,14 @@ _OWN_PLAN = {
     "layers.*.fc2": Style.ROW,
     "h.*.mlp.c_fc": Style.COLUMN,
     "h.*.mlp.c_proj": Style.ROW,
+    "h.*.mlp.dense_h_to_4h": Style.COLUMN,
+    "h.*.mlp.dense_4h_to_h": Style.ROW,
+    "layers.*.mlp.dense_h_to_4h": Style.COLUMN,
+    "layers.*.mlp.dense_4h_to_h": Style.ROW,
+    "h.*.mlp.fc_in": Style.COLUMN,
+    "h.*.mlp.fc_out": Style.ROW,
+    "blocks.*.ffn.up_proj": Style.COLUMN,
+    "blocks.*.ffn.down_proj": Style.ROW,
 }
 """The plan of types without one in their configs: their attention may count its heads itself."""
 
@@ -50,6 +59,8 @@ _EXPERTS = frozenset({"packed_colwise", "rowwise", "packed_rowwise", "colwise"})
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 _KEYS = frozenset({"k_proj", "v_proj"})
+_ATTENTION = re.compile("attn|attention")
+"""What is in a path of a module that attends."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +78,9 @@ class CutPlan:
     def __init__(self, config: Any, prefix: str, group: TensorParallel) -> None:
         """config: of transformers. prefix: the decoder's path in the model, e.g. "model"."""
         self._group = group
+        self._config = config
         self._prefix = f"{prefix}."
+        self._own = own_product(config)
         self._heads = _heads(config)
         self._kv_heads = _kv_heads(config)
         plan: dict[str, str] = config.base_model_tp_plan or {}
@@ -84,6 +97,11 @@ class CutPlan:
         inputs, outputs = module.in_features, module.out_features
         pattern = _NUMBER.sub("*", path.removeprefix(self._prefix))
         style = self._styles.get(pattern, Style.WHOLE) if self._group.size > 1 else Style.WHOLE
+        own, name = self._own, path.rpartition(".")[2]
+        if own is not None and name in (*own.inputs, own.output):
+            style = Style.ROW if name == own.output else Style.COLUMN
+        if own is not None and (name,) == own.inputs:
+            return LinearCut(style, whole(inputs), self._fused(path))
         if style is Style.COLUMN:
             return LinearCut(style, whole(inputs), self._columns(path, outputs))
         if style is Style.ROW:
@@ -91,6 +109,11 @@ class CutPlan:
         if style is Style.PAIR:
             return LinearCut(style, whole(inputs), self._pair(outputs, pattern))
         return LinearCut(style, whole(inputs), whole(outputs))
+
+    def heads(self, path: str, head_dim: int) -> HeadCut:
+        """Return this rank's heads of the layer that a module is in."""
+        heads, kv_heads = self._heads_of(path), self._kv_heads_of(path)
+        return cut_heads(heads, kv_heads, head_dim, self._group.rank, self._group.size)
 
     def covers(self, path: str) -> bool:
         """Whether a layer is the decoder's; those behind it compute some of a step's tokens."""
@@ -107,7 +130,7 @@ class CutPlan:
             return whole(size)
         for part, heads in (("k_", self._kv_heads_of(path)), ("", self._heads_of(path))):
             if f"attn.{part}" in name and size == heads:
-                cut = self._head_cut(path, 1)
+                cut = self.heads(path, 1)
                 return cut.keys if part else cut.queries
         return whole(size)
 
@@ -129,18 +152,26 @@ class CutPlan:
             return whole(rows), self._pair(columns, pattern)
         return self._pair(rows, pattern), whole(columns)
 
+    def _fused(self, path: str) -> Segments:
+        """Rows of one product of q, k and v, in that order."""
+        own = self._own
+        assert own is not None
+        head_dim = own.head_dim(self._config)
+        cut = self.heads(path, head_dim)
+        return fused_heads(cut.queries, cut.keys, head_dim, own.sizes(self._config), own.order)
+
     def _columns(self, path: str, size: int) -> Segments:
-        if "attn" not in path:
+        if not _ATTENTION.search(path):
             return self._width(size, path)
         is_key = path.rsplit(".", 1)[-1] in _KEYS
         heads = self._kv_heads_of(path) if is_key else self._heads_of(path)
-        cut = self._head_cut(path, size // heads)
+        cut = self.heads(path, size // heads)
         return cut.keys if is_key else cut.queries
 
     def _rows(self, path: str, size: int) -> Segments:
-        if "attn" not in path:
+        if not _ATTENTION.search(path):
             return self._width(size, path)
-        return self._head_cut(path, size // self._heads_of(path)).queries
+        return self.heads(path, size // self._heads_of(path)).queries
 
     def _heads_of(self, path: str) -> int:
         """The query heads of the layer that a module is in."""
@@ -149,10 +180,6 @@ class CutPlan:
     def _kv_heads_of(self, path: str) -> int:
         """The KV heads of the layer that a module is in."""
         return self._kv_heads[_layer(path)]
-
-    def _head_cut(self, path: str, head_dim: int) -> HeadCut:
-        heads, kv_heads = self._heads_of(path), self._kv_heads_of(path)
-        return cut_heads(heads, kv_heads, head_dim, self._group.rank, self._group.size)
 
     def _pair(self, size: int, pattern: str) -> Segments:
         """The same part of both halves."""
@@ -177,6 +204,9 @@ def _heads(config: Any) -> list[int]:
 
 def _kv_heads(config: Any) -> list[int]:
     """The KV heads of each layer."""
+    own = own_product(config)
+    if own is not None:
+        return [own.kv_heads(config)] * config.num_hidden_layers
     layers = [config.per_layer_config[layer] for layer in range(config.num_hidden_layers)]
     found = (getattr(layer, "num_key_value_heads", None) for layer in layers)
     heads = [each or config.num_attention_heads for each in found]

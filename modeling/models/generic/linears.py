@@ -28,6 +28,10 @@ NOT_ADAPTED = {"falcon_h1": "out_proj", "nemotron_h": "out_proj"}
 """Layers that PEFT takes no LoRA on, by model_type: transformers' kernels read their weights."""
 
 
+_LINEARS = ("FalconLinear",)
+"""Classes that compute what nn.Linear does."""
+
+
 @dataclass(frozen=True)
 class FoundLinear:
     """A linear layer of the model.
@@ -86,7 +90,8 @@ def replace_linears(
 def _linears(causal: PreTrainedModel, plan: CutPlan) -> Iterator[FoundLinear]:
     left_out = NOT_ADAPTED.get(causal.config.model_type, "")
     for path, module in causal.named_modules():
-        if type(module) is nn.Linear and plan.covers(path) and path.rsplit(".", 1)[-1] != left_out:
+        is_linear = type(module) is nn.Linear or type(module).__name__ in _LINEARS
+        if is_linear and plan.covers(path) and path.rsplit(".", 1)[-1] != left_out:
             yield FoundLinear(path, module, plan.of(path, module))
 
 

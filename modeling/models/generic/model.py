@@ -43,6 +43,7 @@ from modeling.models.generic.modules import (
 )
 from modeling.models.generic.names import SourceNames, unread
 from modeling.models.generic.outer_rows import OuterRows
+from modeling.models.generic.own_attention import take_over
 from modeling.models.generic.reading import read_rest
 from modeling.models.generic.recurrent import RecurrentLayers
 from modeling.models.generic.shared_tail import TYPES, SharedTail, first_shared
@@ -71,7 +72,10 @@ class GenericForCausalLM(nn.Module):
 
     tail_attends = True
     _shared_tail: SharedTail | None = None
-    unread: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq", r".*\.attn(ention)?\.(masked_)?bias")
+    unread: tuple[str, ...] = (
+        r".*\.rotary_emb\.inv_freq",
+        r".*\.att(n|ention)\.(causal_mask|(masked_)?bias)",
+    )
 
     def __init__(self, architecture: GenericArchitecture, weights: Weights) -> None:
         """Read this rank's share; ArchitectureError and ValueError say what cannot be served."""
@@ -86,6 +90,9 @@ class GenericForCausalLM(nn.Module):
         self.unread = (*self.unread, *unread(self.causal, architecture))
         # Llama 4 scales queries by positions that it counts itself.
         self._counts_positions = bool(getattr(self.causal.config, "attn_temperature_tuning", False))
+        # MPT's decoder makes no step without a mask; none of four dimensions is changed.
+        makes_mask = self.causal.config.model_type == "mpt"
+        self._mask = torch.ones(1, 1, 1, 1, device=self.device) if makes_mask else None
         padded = architecture.padded_tokens
         self._padded = torch.tensor(padded, device=self.device) if padded else None
         self._pad_token = architecture.pad_token
@@ -121,6 +128,7 @@ class GenericForCausalLM(nn.Module):
     def _finish(self, prefix: str) -> None:
         """Put in what is computed otherwise than by transformers, and try the model."""
         self.causal.requires_grad_(False).train(False)
+        take_over(self.causal, self._plan, self._step)
         fuse(self.causal, self._step, self.dtype)
         self._decoder = cast(nn.Module, getattr(self.causal, prefix))
         keep_inside(getattr(self._decoder, "embed_tokens_per_layer", None), self.vocab_size)
@@ -280,6 +288,8 @@ class GenericForCausalLM(nn.Module):
         if self._padded is not None:
             is_padded = (input_ids[:, None] == self._padded).any(1)
             input_ids = torch.where(is_padded, self._pad_token, input_ids)
+        if self._mask is not None:
+            options["attention_mask"] = self._mask
         if self._counts_positions:
             options["attention_mask"] = MASKS
             options[self._cache_name] = PositionsAsLength(position_ids)

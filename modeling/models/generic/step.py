@@ -222,13 +222,17 @@ class CurrentStep:
         self, layer: int, given: Sequence[Tensor], heads: Heads, form: AttentionLayer
     ) -> Tensor:
         """Attend; given: q, k and v as the layer gave them, to see what is left to do with them."""
-        assert self._attention is not None, "a layer is called outside of any step"
         q, k, v = given
         angles = (_taken(self._rotations, q), _taken(self._rotations, k))
         norms = (_taken(self._norms, q), _taken(self._norms, k), _taken(self._value_norms, v))
         if self._rotations or self._norms or self._value_norms:
             raise RotationLostError(f"layer {layer} changes what it normed or rotated")
-        return self._attention.attend(layer, replace(heads, angles=angles, norms=norms), form)
+        return self.attend_whole(layer, replace(heads, angles=angles, norms=norms), form)
+
+    def attend_whole(self, layer: int, heads: Heads, form: AttentionLayer) -> Tensor:
+        """Attend with heads that say themselves what is left to do with them."""
+        assert self._attention is not None, "a layer is called outside of any step"
+        return self._attention.attend(layer, heads, form)
 
     def defer_norm(self, norm: FusedRMSNorm, x: Tensor) -> None:
         """Write down that x, of q, k or v, stands for its norm, for `attend`."""

@@ -27,15 +27,20 @@ def mark(local_size: int | None = None, device: Any = None, **_options: Any) -> 
 AttentionMaskInterface.register(MARKED, mark)
 
 
+def attend_by(config: Any, name: str) -> None:
+    """Let a model that was built attend by another implementation; config: of transformers."""
+    config._attn_implementation = name
+
+
 @contextmanager
 def marked_masks(config: Any) -> Iterator[None]:
     """Let a decoder make marks in place of masks meanwhile; config: its own, of transformers."""
     kept = config._attn_implementation
-    config._attn_implementation = MARKED
+    attend_by(config, MARKED)
     try:
         yield
     finally:
-        config._attn_implementation = kept
+        attend_by(config, kept)
 
 
 def marked_window(mask: Tensor | None, window: int | None) -> int | None:

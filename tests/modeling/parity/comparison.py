@@ -51,6 +51,7 @@ from tests.checkpoints_others import (
     write_gpt_neox,
     write_opt,
 )
+from tests.checkpoints_own import OWN_ADAPTERS, write_own
 from tests.checkpoints_stacks import OUTER_ADAPTERS, STACK_ADAPTERS, write_stack
 from tests.modeling.scheduled import Ranks, generate_scheduled
 from tests.modeling.staging import stage
@@ -277,6 +278,7 @@ FAMILIES: dict[str, Family] = {
     "headless": Family(write_headless, EXPERT_ADAPTERS),
     "converted": Family(write_generic, converted("qwen3_moe")),
     "converted_mixtral": Family(write_generic, converted("mixtral")),
+    "own": Family(write_own, OWN_ADAPTERS),
     "stack": Family(write_stack, STACK_ADAPTERS),
     "decoder": Family(write_stack, GENERIC_ADAPTERS),
     "outer": Family(write_stack, OUTER_ADAPTERS),

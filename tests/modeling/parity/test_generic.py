@@ -126,6 +126,7 @@ LARGER = [
         ),
         *("hyperclovax_vision_v2", "internvl_gpt_oss", "janus", "kimi_k25", "lfm2_vl", "llama4"),
         *("hunyuan_vl", "mistral4", "mllama", "muse_glimmer", "paddleocr_vl"),
+        *("fast_vlm", "perception_lm"),
         *("llava", "mistral3", "ovis2", "qwen2_5_omni_thinker", "qwen2_5_vl_flat", "qwen2_vl"),
         *("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe_turned", "smolvlm", "voxtral"),
     )

@@ -114,6 +114,16 @@ def test_classifiers_of_transformers_modules(world: World, tmp_path: Path, kind:
     check_classifier(world.model("generic", kind), tmp_path)
 
 
+@pytest.mark.parametrize(
+    "variant",
+    swept(["bloom", "falcon_groups", "gpt_neo", "gptj", "mpt"], lambda variant: variant == "bloom"),
+)
+def test_classifiers_with_attention_of_their_own(
+    world: World, tmp_path: Path, variant: str
+) -> None:
+    check_classifier(world.model("own", variant), tmp_path)
+
+
 def check_classifier(causal: Path, folder: Path) -> None:
     model = write_classifier(folder / "base", causal, 4, pad_token_id=None)
     adapters = [write_score_adapter(folder / "head", model, 2)]
