@@ -56,7 +56,7 @@ def test_nothing_else_is_done_to_the_oracle() -> None:
         ("modeling/runner/test_padded_loading.py", "AutoModelForCausalLM"),
         ("modeling/runner/test_padded_loading.py", "AutoConfig"),
         ("modeling/test_cuda_generic.py", "Lfm2ShortConv"),
-        ("modeling/test_cuda_generic.py", "Olmo2MLP"),
+        ("modeling/test_cuda_generic.py", "PhiMLP"),
     }
 
 
