@@ -223,7 +223,9 @@ def _read(folder: Path) -> dict[str, Any]:
     if not config.get("quantization_config") and beside.is_file():
         # Older exports of ModelOpt say it here alone.
         own = read_config(beside).get("quantization")
-        config["quantization_config"] = {"quant_method": "modelopt", **(own or {})}
+        if not isinstance(own, dict):
+            raise ArchitectureError(f"{beside} does not say how weights are quantised: remove it")
+        config["quantization_config"] = {"quant_method": "modelopt", **own}
     return config
 
 

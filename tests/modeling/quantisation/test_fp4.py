@@ -244,7 +244,11 @@ def test_older_exports_say_it_in_a_file_beside(tmp_path: Path) -> None:
     given = settings.pop("quantization_config")
     path.write_text(json.dumps(settings))
     assert load_architecture(tmp_path / "stored").quantisation is None
+    beside = tmp_path / "stored" / "hf_quant_config.json"
+    beside.write_text(json.dumps({"producer": {}}))
+    with pytest.raises(ArchitectureError, match="does not say how weights are quantised"):
+        load_architecture(tmp_path / "stored")
     own = {"quantization": {"quant_algo": given["quant_algo"], "group_size": 16}}
-    (tmp_path / "stored" / "hf_quant_config.json").write_text(json.dumps(own))
+    beside.write_text(json.dumps(own))
     wanted = load_architecture(CHECKPOINTS / "modelopt_nvfp4").quantisation
     assert load_architecture(tmp_path / "stored").quantisation == wanted
