@@ -2,9 +2,9 @@
 
     W[o, i] = table[code[o, i]] * scale[o, i / size]
 
-nvfp4 has scales in fp8 (e4m3) of 16 inputs, over one number of the matrix; mxfp4 has powers of two
-of 32. Activations may be rounded alike: each group of a token's inputs has a scale of its own. All
-is computed in float32, as compressed-tensors does.
+nvfp4 has scales in fp8 (e4m3) of 16 inputs, and a global scale of the matrix; mxfp4 has powers of
+two of 32. Activations may be rounded alike: each group of a token's inputs has a scale of its own.
+All is computed in float32, as compressed-tensors does.
 """
 
 from typing import Self
@@ -12,6 +12,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from modeling.quantisation.activations import LARGEST as LARGEST_FP8
 from modeling.quantisation.activations import SMALLEST_FP4, to_fp8
 from modeling.quantisation.integers import Groups, IntegerWeight, local_groups
 from modeling.quantisation.products import gpu_products
@@ -31,6 +32,11 @@ def table_of_codes(device: torch.device) -> Tensor:
     return torch.tensor([*_HALVES, *(-half for half in _HALVES)], device=device)
 
 
+def unpack(packed: Tensor) -> Tensor:
+    """Return the codes of bytes, the lower bits first: [..., n] to [..., 2 n]."""
+    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+
+
 def to_e2m1(x: Tensor) -> Tensor:
     """Return the nearest number of 4 bits of each number; ties go to even codes."""
     x = x.clamp(-LARGEST, LARGEST)
@@ -39,32 +45,34 @@ def to_e2m1(x: Tensor) -> Tensor:
     return torch.round(x / step) * step
 
 
-def scales_of(largest: Tensor, whole: Tensor | None) -> Tensor:
+def scales_of(largest: Tensor, global_scale: Tensor | None) -> Tensor:
     """Return the scales of groups whose largest absolute values these are, float32.
 
-    whole: nvfp4's number of the whole tensor, by which its scales are stored multiplied; None:
-    powers of two.
+    global_scale: by which nvfp4's scales are multiplied before they are stored; None: powers of
+    two.
     """
-    if whole is None:
+    if global_scale is None:
         # Up to the next power where the largest one would be rounded to it.
         exponents = (largest.float().view(torch.int32) + (1 << 21)) >> 23
         return torch.exp2(((exponents - 2).clamp(min=1) - 127).float())
     # The package divides in the type of the numbers.
-    stored = to_fp8((largest / LARGEST).float() * whole, torch.ones_like(whole)).float()
-    return torch.where(stored == 0, SMALLEST_FP4, stored) / whole
+    stored = to_fp8(
+        (largest / LARGEST).float() * global_scale, torch.ones_like(global_scale)
+    ).float()
+    return torch.where(stored == 0, SMALLEST_FP4, stored) / global_scale
 
 
-def rounded(x: Tensor, size: int, whole: Tensor | None) -> Tensor:
+def rounded(x: Tensor, size: int, global_scale: Tensor | None) -> Tensor:
     """Return x [tokens, in] in its own type, each group of `size` inputs rounded to 4 bits."""
     parts = x.reshape(*x.shape[:-1], -1, size)
-    scales = scales_of(parts.abs().amax(dim=-1), whole)[..., None]
+    scales = scales_of(parts.abs().amax(dim=-1), global_scale)[..., None]
     return (to_e2m1(parts.float() / scales) * scales).flatten(-2).to(x.dtype)
 
 
 class Fp4Weight(IntegerWeight):
     """Codes of e2m1, and what rounds their inputs.
 
-    rounds: whether inputs are rounded. input_scale: float32 [1], nvfp4's number of all inputs.
+    rounds: whether inputs are rounded. input_global_scale: float32 [1], of nvfp4's inputs.
     """
 
     def __init__(
@@ -73,12 +81,14 @@ class Fp4Weight(IntegerWeight):
         groups: Groups,
         dtype: torch.dtype,
         rounds: bool = False,
-        input_scale: Tensor | None = None,
+        input_global_scale: Tensor | None = None,
     ) -> None:
         """codes: uint8 [out, in], not packed. groups: of powers of two, or of scales of nvfp4."""
         super().__init__(codes, groups, 4, dtype, table_of_codes(codes.device))
         self.rounds = rounds
-        self.input_scale = None if input_scale is None else self.keep(input_scale)
+        self.input_global_scale = (
+            None if input_global_scale is None else self.keep(input_global_scale)
+        )
 
     @property
     def form(self) -> str:
@@ -87,12 +97,12 @@ class Fp4Weight(IntegerWeight):
 
     def with_codes(self, codes: Tensor, groups: Groups) -> Self:
         """Return weights of other codes whose inputs are rounded alike."""
-        return type(self)(codes, groups, self.dtype, self.rounds, self.input_scale)
+        return type(self)(codes, groups, self.dtype, self.rounds, self.input_global_scale)
 
     def grouped_like(self, other: IntegerWeight) -> bool:
         """Return whether another weight's inputs are grouped and rounded as this one's."""
         assert isinstance(other, Fp4Weight)
-        mine, theirs = self.input_scale, other.input_scale
+        mine, theirs = self.input_global_scale, other.input_global_scale
         alike = self.rounds == other.rounds and (mine is None) == (theirs is None)
         same = mine is None or theirs is None or torch.equal(mine, theirs)
         return alike and same and super().grouped_like(other)
@@ -104,7 +114,7 @@ class Fp4Weight(IntegerWeight):
         assert self.size is not None
         gpu = gpu_products(x)
         to_fp4 = rounded if gpu is None else gpu.to_fp4
-        return to_fp4(x, self.size, self.input_scale)
+        return to_fp4(x, self.size, self.input_global_scale)
 
     def __getitem__(self, rows: slice) -> Tensor:
         """Return some rows in `dtype`; the package makes numbers of bfloat16 for every type."""
@@ -112,15 +122,20 @@ class Fp4Weight(IntegerWeight):
 
 
 def round_fp4(matrix: Tensor, size: int, rounds: bool) -> Fp4Weight:
-    """Round a matrix [out, in], of random weights; rounds: whether its inputs are rounded."""
-    whole = None
+    """Round a matrix [out, in], of random weights; rounds: whether its inputs are rounded.
+
+    The inputs' global scale is that of the weights.
+    """
+    global_scale = None
     if size == NVFP4:
-        whole = 448 * LARGEST / matrix.abs().amax().float().clamp(min=1e-9).view(1)
+        global_scale = LARGEST_FP8 * LARGEST / matrix.abs().amax().float().clamp(min=1e-9).view(1)
     parts = matrix.view(len(matrix), -1, size)
-    scales = scales_of(parts.abs().amax(dim=-1), whole)
+    scales = scales_of(parts.abs().amax(dim=-1), global_scale)
     numbers = to_e2m1(parts.float() / scales[..., None]).flatten(-2)
     halves = table_of_codes(matrix.device)[: len(_HALVES)]
     codes = torch.searchsorted(halves, numbers.abs().contiguous()) | (numbers < 0).long() << 3
     group_of = torch.arange(matrix.shape[1], device=matrix.device) // size
     groups = local_groups(scales, None, group_of, 0)
-    return Fp4Weight(codes.to(torch.uint8), groups, matrix.dtype, rounds, whole if rounds else None)
+    return Fp4Weight(
+        codes.to(torch.uint8), groups, matrix.dtype, rounds, global_scale if rounds else None
+    )

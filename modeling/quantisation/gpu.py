@@ -97,9 +97,9 @@ def integers(operands: Operands, bias: Tensor | None, out: Tensor | None) -> Ten
     return y if out is None else out.copy_(y)
 
 
-def to_fp4(x: Tensor, size: int, whole: Tensor | None) -> Tensor:
+def to_fp4(x: Tensor, size: int, global_scale: Tensor | None) -> Tensor:
     """See `GpuProducts.to_fp4`."""
-    return rounding.to_fp4(x.contiguous(), size, whole)
+    return rounding.to_fp4(x.contiguous(), size, global_scale)
 
 
 def _added(y: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:

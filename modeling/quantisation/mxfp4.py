@@ -4,6 +4,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from modeling.quantisation.fp4 import table_of_codes
+from modeling.quantisation.fp4 import unpack as unpack_bytes
+
 SHARED = 32
 """Inputs of an output that share a scale."""
 
@@ -13,9 +16,6 @@ LARGEST_SCALE = 128
 _AT_ONCE = 4
 """Scales of an output whose codes are packed together."""
 
-_HALVES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""What the lowest three bits of a code stand for; the fourth is the sign."""
-
 
 def numbers(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Make numbers of codes [..., out, in / 32, 16] and scales [..., out, in / 32]: [..., out, in].
@@ -23,9 +23,8 @@ def numbers(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     codes: uint8, two numbers a byte, the lower bits first. scales: uint8, powers of two, and 127.
     Exact in every float type here.
     """
-    values = [*_HALVES, *(-half for half in _HALVES)]
-    table = torch.tensor(values, dtype=dtype, device=codes.device)
-    found = torch.ldexp(table[_parts(codes).int()], scales.int()[..., None] - 127)
+    table = table_of_codes(codes.device).to(dtype)
+    found = torch.ldexp(table[unpack_bytes(codes).int()], scales.int()[..., None] - 127)
     return found.to(dtype).flatten(-2)
 
 
@@ -38,7 +37,7 @@ def pack(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     """
     missing = -codes.shape[1] % _AT_ONCE
     outputs = len(codes)
-    codes = F.pad(_parts(codes), (0, 0, 0, missing)).view(outputs, -1, _AT_ONCE, SHARED)
+    codes = F.pad(unpack_bytes(codes), (0, 0, 0, missing)).view(outputs, -1, _AT_ONCE, SHARED)
     pairs = codes[:, :, 0::2] | codes[:, :, 1::2] << 4
     words = pairs.permute(1, 0, 3, 2).contiguous().view(torch.int16).squeeze(-1)
     scales = F.pad(scales, (0, missing), value=127).view(outputs, -1, _AT_ONCE)
@@ -51,8 +50,3 @@ def unpack(words: Tensor, scales: Tensor, inputs: int) -> tuple[Tensor, Tensor]:
     codes = torch.stack((pairs & 15, pairs >> 4), dim=3).flatten(1, 3)[:, : inputs // SHARED]
     found = scales.unsqueeze(-1).view(torch.uint8).transpose(0, 1).flatten(1)
     return codes[..., 0::2] | codes[..., 1::2] << 4, found[:, : inputs // SHARED].contiguous()
-
-
-def _parts(codes: Tensor) -> Tensor:
-    """Return a byte for each code: [..., 16] to [..., 32]."""
-    return torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)

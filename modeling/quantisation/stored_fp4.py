@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from configs.quantisation import Activations, Quantisation
-from modeling.quantisation.fp4 import NVFP4, Fp4Weight
+from modeling.quantisation.fp4 import NVFP4, Fp4Weight, unpack
 from modeling.quantisation.integers import local_groups
-from modeling.quantisation.stored_fp8 import indices
+from modeling.quantisation.stored_fp8 import check_groups, indices
 from modeling.quantisation.stored_integers import covering
 from sharding.checkpoint import CheckpointError
 from sharding.linear_weight import LinearPart
@@ -29,34 +29,30 @@ def read_fp4(weights: Weights, part: LinearPart, how: Quantisation) -> Fp4Weight
     outputs, inputs = part.shape
     rounds = how.activations is not Activations.NONE
     words, places = covering(part.columns, 2)
-    own = how.method == "modelopt"
-    name = f"{part.name}.weight" if own else f"{part.name}.weight_packed"
+    is_modelopt = how.method == "modelopt"
+    name = f"{part.name}.weight" if is_modelopt else f"{part.name}.weight_packed"
     packed = weights.read_stored(name, (outputs, -(-inputs // 2)), part.rows, words)
     if packed.dtype is not torch.uint8:
         raise CheckpointError(f"{name} is stored as {packed.dtype}, not as {torch.uint8}")
-    codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
-    groups = local_groups(
-        _scales(weights, part, size, own), None, indices(part.columns, weights.device) // size, 0
-    )
-    if rounds and groups.size != size and len(part.columns) > 0:
-        raise ValueError(
-            f"{part.name}: its inputs, {part.columns} of {inputs} on this rank, are not whole "
-            f"groups of {size}, which the checkpoint's activations are rounded in: set "
-            "tensor_parallel to a number that cuts between groups"
-        )
-    codes = codes[:, places.to(weights.device)].contiguous()
-    scale = _input_scale(weights, part, own) if rounds and size == NVFP4 else None
+    codes = unpack(packed)[:, places.to(weights.device)].contiguous()
+    group_of = indices(part.columns, weights.device) // size
+    groups = local_groups(_scales(weights, part, size, is_modelopt), None, group_of, 0)
+    if rounds:
+        check_groups(part, groups, size)
+    scale = None
+    if rounds and size == NVFP4:
+        scale = _input_global_scale(weights, part, is_modelopt)
     return Fp4Weight(codes, groups, weights.dtype, rounds, scale)
 
 
-def _input_scale(weights: Weights, part: LinearPart, own: bool) -> Tensor:
-    """Read by what the scales of a map's inputs are multiplied; own: whether ModelOpt wrote it."""
-    if own:
+def _input_global_scale(weights: Weights, part: LinearPart, is_modelopt: bool) -> Tensor:
+    """Read by what the scales of a map's inputs are multiplied."""
+    if is_modelopt:
         return 1 / _number(weights, f"{part.name}.input_scale")
     return _number(weights, f"{part.name}.input_global_scale")
 
 
-def _scales(weights: Weights, part: LinearPart, size: int, own: bool) -> Tensor:
+def _scales(weights: Weights, part: LinearPart, size: int, is_modelopt: bool) -> Tensor:
     """Read the scales of this rank's outputs, float32 [out, all groups]."""
     name = f"{part.name}.weight_scale"
     shape = part.shape[0], -(-part.shape[1] // size)
@@ -64,7 +60,7 @@ def _scales(weights: Weights, part: LinearPart, size: int, own: bool) -> Tensor:
     wanted = torch.float8_e4m3fn if size == NVFP4 else torch.uint8
     if stored.dtype is not wanted:
         raise CheckpointError(f"{name} is stored as {stored.dtype}, not as {wanted}")
-    if own:
+    if is_modelopt:
         return stored.float() * _number(weights, f"{part.name}.weight_scale_2")
     if size == NVFP4:
         return stored.float() / _number(weights, f"{part.name}.weight_global_scale")

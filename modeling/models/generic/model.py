@@ -90,7 +90,7 @@ class GenericForCausalLM(nn.Module):
         self.unread = (*self.unread, *unread(self.causal, architecture))
         # Llama 4 scales queries by positions that it counts itself.
         self._counts_positions = bool(getattr(self.causal.config, "attn_temperature_tuning", False))
-        # MPT's decoder makes no step without a mask; none of four dimensions is changed.
+        # MPT's decoder needs a mask, and hands on one of four dimensions as it is.
         makes_mask = self.causal.config.model_type == "mpt"
         self._mask = torch.ones(1, 1, 1, 1, device=self.device) if makes_mask else None
         padded = architecture.padded_tokens
@@ -141,7 +141,7 @@ class GenericForCausalLM(nn.Module):
         self._recurrent = RecurrentLayers(self.causal, self._step, self._decoder.config)
         self._has_index = take_over_indexes(self.causal)
         self._forms = self._learn_layers()
-        # By an index a row is computed as its length is.
+        # Whether a row chooses by an index follows from its length, which a graph does not know.
         has_form = not self._has_index and groups_can_be_captured(self.causal, self.dtype)
         self._shared_tail = self._find_tail()
         self.capturable = has_form and self._recurrent.can_be_captured() and self._never_waits()

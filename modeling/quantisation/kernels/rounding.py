@@ -75,20 +75,20 @@ def _by_group(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def nearest(x: "Any") -> "Any":
+def _nearest(x: "Any") -> "Any":
     """The nearest whole number, ties to even: what is left of a number beside 1.5 * 2 ** 23."""
     return (x + 12582912.0) - 12582912.0
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _to_fp4(
-    x: "Pointer", whole: "Pointer", y: "Pointer", most: float, smallest: float,
+    x: "Pointer", global_scale: "Pointer", y: "Pointer", most: float, smallest: float,
     groups: tl.constexpr, height: tl.constexpr, size: tl.constexpr,
-    HAS_WHOLE: tl.constexpr, PDL: tl.constexpr,
+    HAS_GLOBAL_SCALE: tl.constexpr, PDL: tl.constexpr,
 ) -> None:
     """y = x rounded to e2m1 by the scales of `height` groups of `size` numbers of one row.
 
-    most: of e4m3. smallest: the scale of zeros. Without `whole` scales are powers of two.
+    most: of e4m3. smallest: the scale of zeros. Without `global_scale` scales are powers of two.
     """
     if PDL:
         gdc_launch_dependents()
@@ -100,8 +100,8 @@ def _to_fp4(
         gdc_wait()
     values = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
     largest = tl.max(tl.abs(values), axis=1)
-    if HAS_WHOLE:
-        number = tl.load(whole)
+    if HAS_GLOBAL_SCALE:
+        number = tl.load(global_scale)
         # Divided in the type of the numbers.
         sixth = tl.div_rn(largest, tl.full([height], 6.0, tl.float32))
         wanted = sixth.to(x.dtype.element_ty).to(tl.float32) * number
@@ -110,7 +110,7 @@ def _to_fp4(
         power = tl.maximum(wanted.to(tl.int32, bitcast=True) >> 23, 121) - 3
         fine = (power << 23).to(tl.float32, bitcast=True)
         coarse = ((254 - power) << 23).to(tl.float32, bitcast=True)
-        stored = nearest(wanted * coarse) * fine
+        stored = _nearest(wanted * coarse) * fine
         stored = tl.where(stored == 0, smallest, stored)
         scale = tl.div_rn(stored, tl.zeros([height], tl.float32) + number)
     else:
@@ -121,7 +121,7 @@ def _to_fp4(
     amount = tl.abs(quotients)
     step = tl.where(amount < 2, 0.5, tl.where(amount < 4, 1.0, 2.0))
     inverse = tl.where(amount < 2, 2.0, tl.where(amount < 4, 1.0, 0.5))
-    found = nearest(quotients * inverse) * step * scale[:, None]
+    found = _nearest(quotients * inverse) * step * scale[:, None]
     tl.store(y + place, found.to(y.dtype.element_ty), mask=inside)
 
 
@@ -169,7 +169,7 @@ def by_group(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
     return codes, scales.t()
 
 
-def to_fp4(x: Tensor, size: int, whole: Tensor | None) -> Tensor:
+def to_fp4(x: Tensor, size: int, global_scale: Tensor | None) -> Tensor:
     """`fp4.rounded` of a contiguous x on a GPU."""
     rows, groups = x.shape[0], x.shape[1] // size
     y = torch.empty_like(x)
@@ -178,11 +178,11 @@ def to_fp4(x: Tensor, size: int, whole: Tensor | None) -> Tensor:
     height = min(triton.next_power_of_2(groups), 64)
     dependent = has_dependent_launch(x.device)
     _fp4(
-        (x.device, x.dtype, groups, size, whole is None, aligned(x, y)),
+        (x.device, x.dtype, groups, size, global_scale is None, aligned(x, y)),
         (rows, -(-groups // height)),
-        (x, x if whole is None else whole, y, LARGEST, SMALLEST_FP4),
-        {"groups": groups, "height": height, "size": size, "HAS_WHOLE": whole is not None,
-         "PDL": dependent},
+        (x, x if global_scale is None else global_scale, y, LARGEST, SMALLEST_FP4),
+        {"groups": groups, "height": height, "size": size,
+         "HAS_GLOBAL_SCALE": global_scale is not None, "PDL": dependent},
         {"num_warps": 4, **launch_options(dependent)},
     )  # fmt: skip
     return y

@@ -115,12 +115,12 @@ def as_rounded_int8(name: str, matrix: Tensor) -> Tensors:
 def as_nvfp4(name: str, matrix: Tensor) -> Tensors:
     """nvfp4 as compressed-tensors has it; its number of the inputs is of numbers up to 7."""
     made = round_fp4(matrix, NVFP4, rounds=True)
-    assert made.input_scale is not None
-    codes, scales = made.unpacked(slice(None)), made.scales.t() * made.input_scale
+    assert made.input_global_scale is not None
+    codes, scales = made.unpacked(slice(None)), made.scales.t() * made.input_global_scale
     return {
         f"{name}.weight_packed": codes[:, 0::2] | codes[:, 1::2] << 4,
         f"{name}.weight_scale": scales.to(torch.float8_e4m3fn),
-        f"{name}.weight_global_scale": made.input_scale.data,
+        f"{name}.weight_global_scale": made.input_global_scale.data,
         f"{name}.input_global_scale": torch.tensor([400.0]),
     }
 
