@@ -19,6 +19,23 @@ STORED: dict[str, dict[str, Any]] = {
             "lm_head",
         ],
     },
+    "w8a8": {
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {"type": "int", "num_bits": 8, "strategy": "channel"},
+                "input_activations": {
+                    "type": "int",
+                    "num_bits": 8,
+                    "strategy": "token",
+                    "dynamic": True,
+                },
+            }
+        },
+    },
     "gptq": {
         "quant_method": "gptq",
         "bits": 4,

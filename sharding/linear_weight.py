@@ -109,12 +109,12 @@ class LinearWeight(nn.Module, ABC):
         """Return what the product of x reads; call it only if `joins` returned true."""
         raise NotImplementedError
 
-    def takes_rounded(self, x: Tensor) -> bool:
-        """Return whether `take_rounded` spares the product of x [tokens, in] a launch."""
-        return False
+    def rounded_type(self, x: Tensor) -> torch.dtype | None:
+        """Return fp8 or int8 if `take_rounded` spares the product of x [tokens, in] a launch."""
+        return None
 
     def take_rounded(self, x: Tensor, codes: Tensor, scales: Tensor) -> None:
-        """Take x in fp8 [tokens, in] with its scales [tokens, 1], for the product of x to come."""
+        """Take x in codes of `rounded_type` [tokens, in], scales [tokens, 1], for its product."""
         raise NotImplementedError
 
 

@@ -42,7 +42,7 @@ class ProductCut:
         return shares
 
 
-FP8_CUTS = (ProductCut(16, 64, 256, 4, 4), ProductCut(64, 64, 128, 4, 5))
+SCALED_CUTS = (ProductCut(16, 64, 256, 4, 4), ProductCut(64, 64, 128, 4, 5))
 
 
 def cut_of(cuts: tuple[ProductCut, ...], rows: int) -> ProductCut | None:
@@ -63,6 +63,28 @@ def divided(x: "Any", by: "Any", inverse: "Any") -> "Any":
     """
     quotient = x * inverse
     return tl.fma(tl.fma(-quotient, by, x), inverse, quotient)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def nearest(x: "Any") -> "Any":
+    """The nearest whole number, ties to even: what is left of a number beside 1.5 * 2 ** 23."""
+    return (x + 12582912.0) - 12582912.0
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def store_codes(
+    values: "Any", scale: "Any", most: float, codes: "Any", inside: "Any"
+) -> None:
+    """Store values / scale in the codes' type, e4m3 or int8; most: the largest number of e4m3.
+
+    values: float32. scale: of its shape, or of one that it is spread to.
+    """
+    quotients = divided(values, scale, tl.div_rn(1.0, scale))
+    if codes.dtype.element_ty == tl.int8:
+        found = nearest(tl.minimum(tl.maximum(quotients, -128.0), 127.0))
+    else:
+        found = tl.minimum(tl.maximum(quotients, -most), most)
+    tl.store(codes, found.to(codes.dtype.element_ty), mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -111,7 +133,7 @@ def store_tile(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def fp8_tile(
+def scaled_tile(
     block: "Any", share: "Any", num_blocks: "Any",
     x: "Any", x_scales: "Any", codes: "Any", scales: "Any", bias: "Any",
     y: "Any", sums: "Any", arrived: "Any",
@@ -121,9 +143,9 @@ def fp8_tile(
 ) -> None:
     """y[m, n] = a[m] b[n] sum_k X[m, k] W[n, k]: one block of outputs, all tokens, one share of k.
 
-    x, codes: e4m3, [tokens, INPUTS] and [out, INPUTS]; scales: b, x_scales: a. GROUP: inputs that
-    share a scale, of which BLOCK_K are; scales are then [blocks, groups] of W and [groups, tokens]
-    of x. 0: all do.
+    x, codes: e4m3 or int8, [tokens, INPUTS] and [out, INPUTS]; scales: b, x_scales: a. GROUP:
+    inputs that share a scale, of which BLOCK_K are; scales are then [blocks, groups] of W and
+    [groups, tokens] of x. 0: all do, as they must in int8.
     """
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.arange(0, ROWS)
@@ -139,7 +161,8 @@ def fp8_tile(
         ahead = tl.minimum(tl.arange(0, 4) * 128, width - 1)
         prefetch(w_rows[:, None] + ahead[None, :])
         gdc_wait()
-    acc = tl.zeros([BLOCK_N, ROWS], dtype=tl.float32)
+    sums_of: tl.constexpr = tl.int32 if codes.dtype.element_ty == tl.int8 else tl.float32
+    acc = tl.zeros([BLOCK_N, ROWS], dtype=sums_of)
     for k0 in range(0, width, BLOCK_K):
         at = k0 + k
         x_mask = live[None, :]
@@ -150,15 +173,16 @@ def fp8_tile(
             w_tile = tl.load(w_rows[:, None] + at[None, :])
         x_tile = tl.load(x_rows[None, :] + at[:, None], mask=x_mask, other=0.0)
         if GROUP == 0:
-            acc = tl.dot(w_tile, x_tile, acc)
+            acc = tl.dot(w_tile, x_tile, acc, out_dtype=sums_of)
         else:
             group = (start + k0) // GROUP
             own = tl.load(scales + n // GROUP * (INPUTS // GROUP) + group, mask=inside, other=0.0)
             tokens = tl.load(x_scales + group * num_rows + m, mask=live, other=0.0)
             acc += tl.dot(w_tile, x_tile) * own[:, None] * tokens[None, :]
+    total = acc.to(tl.float32)
     if GROUP == 0:
-        acc *= factors[:, None] * tl.load(x_scales + m, mask=live, other=0.0)[None, :]
+        total *= factors[:, None] * tl.load(x_scales + m, mask=live, other=0.0)[None, :]
     store_tile(
-        acc, y, bias, sums, arrived, block, share,
+        total, y, bias, sums, arrived, block, share,
         num_blocks, m, n, live, inside, y_stride, ROWS, BLOCK_N, SHARES, HAS_BIAS,
     )

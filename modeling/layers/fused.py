@@ -7,11 +7,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from modeling.quantisation.activations import FP8
 from sharding.linear_weight import LinearWeight
 
 Rounded = tuple[Tensor, Tensor]
-"""fp8 [tokens, n] and float32 [tokens, 1]: numbers, and the scale of each token's."""
+"""fp8 or int8 [tokens, n] and float32 [tokens, 1]: numbers, and the scale of each token's."""
 
 
 @dataclass(frozen=True)
@@ -21,8 +20,8 @@ class FusedOps:
     add_rms_norm: (x, residual or None, weight, eps) to (norm of the sum, the sum), as RMSNorm; a
     last argument (weight, eps) is a norm of x before the sum. Without a weight the sum is returned
     twice. `factor` multiplies what is added to the residual, `total_factor` the sum. `rounded`:
-    (codes, scales), where the norm is written in fp8 too, rounded by token. `summand`: the one that
-    x is part of, where x stands for its sum over ranks.
+    (codes, scales), where the norm is written in fp8 or int8 too, rounded by token. `summand`: the
+    one that x is part of, where x stands for its sum over ranks.
     silu_mul: gate and up side by side [tokens, 2 * n] to silu(gate) * up [tokens, n]; `rounded` the
     same.
     gelu_tanh_mul: the same with the tanh form of GELU.
@@ -46,14 +45,15 @@ class FusedOps:
 
 
 def rounded_for(reader: LinearWeight | None, x: Tensor) -> Rounded | None:
-    """Return where a kernel writes what `reader` multiplies in fp8 too, if that spares a launch.
+    """Return where a kernel writes what `reader` multiplies in 8 bits too, if that spares a launch.
 
     x: what the kernel reads [tokens, n], of the type that it writes. The reader must be given the
     numbers with `take_rounded`.
     """
-    if reader is None or not reader.takes_rounded(x):
+    kind = None if reader is None else reader.rounded_type(x)
+    if reader is None or kind is None:
         return None
-    codes = torch.empty(len(x), reader.shape[1], dtype=FP8, device=x.device)
+    codes = torch.empty(len(x), reader.shape[1], dtype=kind, device=x.device)
     return codes, torch.empty(len(x), 1, dtype=torch.float32, device=x.device)
 
 

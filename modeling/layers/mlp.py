@@ -35,7 +35,7 @@ class GatedMLP(nn.Module):
     def _inner(self, hidden_states: Tensor, adapter_data: AdapterData | None) -> Tensor:
         """[tokens, hidden] to this rank's act(gate x) * (up x), [tokens, n]."""
         reader = self.down_proj.base.stored
-        if self._is_silu and not reader.takes_rounded(hidden_states):
+        if self._is_silu and reader.rounded_type(hidden_states) is None:
             gate_up, inner = self.gate_up_proj.gated(hidden_states, adapter_data)
         else:
             gate_up, inner = self.gate_up_proj(hidden_states, adapter_data), None

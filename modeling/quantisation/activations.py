@@ -17,11 +17,19 @@ LARGEST = 448.0
 BLOCK = 128
 """Outputs and inputs of a block of fp8 that GPUs multiply; others are served by the reference."""
 
+LARGEST_INT8 = 127.5
+"""Half of the range of 8 bits."""
+
 SMALLEST = torch.finfo(torch.float32).eps
 """The scale of zeros."""
 
 SMALLEST_FP4 = 0.125
 """The scale of zeros in nvfp4."""
+
+
+def range_of(codes: torch.dtype) -> tuple[float, float]:
+    """Return what the largest number of a token becomes, and the scale of zeros."""
+    return LARGEST_INT8 if codes is torch.int8 else LARGEST, SMALLEST
 
 
 def scales_of(largest: Tensor) -> Tensor:

@@ -16,61 +16,24 @@ from modeling.quantisation.activations import (
     scales_of,
     to_fp8,
 )
-from modeling.quantisation.base import QuantisedWeight
-from modeling.quantisation.products import SIZES, gpu_products
-from sharding.linear_weight import LinearWeight, Operands
+from modeling.quantisation.products import gpu_products
+from modeling.quantisation.scaled import RowScaledWeight, ScaledWeight, below
+from sharding.linear_weight import LinearWeight
 
 _ROUNDED_AT_ONCE = 2**24
 """Numbers of a matrix in float32 at a time: 64 MiB each for the copy and its quotient."""
 
 
-class _Fp8Codes(QuantisedWeight):
-    """W = codes * scales, whatever share a scale.
-
-    codes: fp8 [out, in]. scales: float32 [out, ...]. input_scale: [1], of STATIC activations.
-    """
-
-    def __init__(
-        self,
-        codes: Tensor,
-        scales: Tensor,
-        activations: Activations,
-        dtype: torch.dtype,
-        input_scale: Tensor | None = None,
-    ) -> None:
-        super().__init__((codes.shape[0], codes.shape[1]), dtype)
-        self.codes = self.keep(codes)
-        self.scales = self.keep(scales)
-        self.activations = activations
-        self.input_scale = None if input_scale is None else self.keep(input_scale)
-
-
-def _below(parts: Sequence[_Fp8Codes]) -> tuple[Tensor, Tensor]:
-    """Return the codes and scales of all parts, each part's rows below another's."""
-    codes = torch.cat([part.codes.view(torch.uint8) for part in parts]).view(FP8)
-    return codes, torch.cat([part.scales for part in parts])
-
-
-class Fp8Weight(_Fp8Codes):
+class Fp8Weight(RowScaledWeight):
     """W = codes * scales, with a scale for each output.
 
     codes: fp8 [out, in]. scales: float32 [out, 1].
     """
 
-    _taken: tuple[Tensor, Tensor, Tensor] | None = None
-    """x, and x in fp8 with its scales, for one product."""
-
     @property
     def form(self) -> str:
         """Return its name."""
         return "fp8"
-
-    def joined(self, others: Sequence[LinearWeight]) -> Self | None:
-        """Return one weight of all rows, where all round their inputs alike."""
-        parts = self.with_alike(others)
-        if not parts or not all(self._rounds_like(part) for part in parts):
-            return None
-        return type(self)(*_below(parts), self.activations, self.dtype, self.input_scale)
 
     def inputs(self, x: Tensor) -> Tensor:
         """Return x as the product sees it."""
@@ -80,52 +43,8 @@ class Fp8Weight(_Fp8Codes):
             return rounded(x, self.input_scale)
         return rounded_by_token(x)
 
-    def forward(self, x: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
-        """x W^T + bias."""
-        if not self.joins(x):
-            return super().forward(x, bias, out)
-        gpu = gpu_products(x)
-        assert gpu is not None
-        return gpu.fp8(*self._rounded(x), self.codes, self.scales, bias, out, x.dtype)
 
-    def joins(self, x: Tensor) -> bool:
-        """Return whether a GPU multiplies fp8 numbers of x and of these weights."""
-        fits = not any(size % SIZES for size in self.shape)
-        rounds = self.activations is not Activations.NONE
-        return fits and rounds and gpu_products(x) is not None
-
-    def operands(self, x: Tensor) -> Operands:
-        """Return x and the weights in fp8."""
-        codes, scales = self._rounded(x)
-        return Operands(codes, self.codes, scales, self.scales)
-
-    def takes_rounded(self, x: Tensor) -> bool:
-        """Return whether tokens have scales of their own here, and x is multiplied in fp8."""
-        return self.input_scale is None and self.joins(x)
-
-    def take_rounded(self, x: Tensor, codes: Tensor, scales: Tensor) -> None:
-        """Take x as it is rounded already, for the product of x to come."""
-        self._taken = x, codes, scales
-
-    def _rounded(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        taken, self._taken = self._taken, None
-        if taken is not None and taken[0] is x:
-            return taken[1:]
-        gpu = gpu_products(x)
-        assert gpu is not None
-        return gpu.rounded(x, self.input_scale)
-
-    def __getitem__(self, rows: slice) -> Tensor:
-        """Return some rows in `dtype`."""
-        return (self.codes[rows].float() * self.scales[rows]).to(self.dtype)
-
-    def _rounds_like(self, other: "Fp8Weight") -> bool:
-        mine, theirs = self.input_scale, other.input_scale
-        same = mine is theirs if mine is None or theirs is None else torch.equal(mine, theirs)
-        return same and self.activations is other.activations
-
-
-class BlockFp8Weight(_Fp8Codes):
+class BlockFp8Weight(ScaledWeight):
     """W = codes * scales, with a scale for some inputs of an output, as blocks of a matrix have.
 
     codes: fp8 [out, in]. scales: float32 [out, groups]. group_of: int64 [in], the group of each
@@ -164,7 +83,7 @@ class BlockFp8Weight(_Fp8Codes):
         parts = self.with_alike(others)
         if not parts or any(part.input_scale is not None for part in parts):
             return None
-        codes, scales = _below(parts)
+        codes, scales = below(parts)
         kind = type(self)
         return kind(codes, scales, self.group_of, self.group, self.activations, self.dtype)
 

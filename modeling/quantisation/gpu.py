@@ -8,22 +8,23 @@ from torch.nn import functional as F
 from torch.nn.functional import ScalingType, scaled_mm
 
 from modeling.kernels.integer_tiles import CUTS
-from modeling.kernels.tiles import FP8_CUTS, cut_of
+from modeling.kernels.tiles import SCALED_CUTS, cut_of
 from modeling.quantisation.activations import BLOCK
 from modeling.quantisation.base import LEAST_CHUNK
 from modeling.quantisation.kernels import rounding
-from modeling.quantisation.kernels.fp8_product import fp8_product
+from modeling.quantisation.kernels.int8_product import int8_product
 from modeling.quantisation.kernels.integers import dequantise, integer_product
+from modeling.quantisation.kernels.scaled_product import scaled_product
 from modeling.quantisation.kernels.tiled_integers import tiled_cut, tiled_product
 from sharding.linear_weight import Operands
 
 
-def rounded(x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+def rounded(x: Tensor, scale: Tensor | None, kind: torch.dtype) -> tuple[Tensor, Tensor]:
     """See `GpuProducts.rounded`."""
-    return rounding.by_token(x.contiguous(), scale)
+    return rounding.by_token(x.contiguous(), scale, kind)
 
 
-def fp8(
+def scaled(
     x: Tensor,
     x_scales: Tensor,
     codes: Tensor,
@@ -32,11 +33,14 @@ def fp8(
     out: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """See `GpuProducts.fp8`."""
-    cut = cut_of(FP8_CUTS, len(x))
+    """See `GpuProducts.scaled`."""
+    cut = cut_of(SCALED_CUTS, len(x))
     if cut is not None:
         y = scales.new_empty(len(x), len(codes), dtype=dtype) if out is None else out
-        return fp8_product(x, x_scales, codes, scales, bias, y, cut)
+        return scaled_product(x, x_scales, codes, scales, bias, y, cut)
+    if codes.dtype is torch.int8:
+        y = scales.new_empty(len(x), len(codes), dtype=dtype) if out is None else out
+        return int8_product(x, x_scales, codes, scales, bias, y)
     row = ScalingType.RowWise
     # Sums of few products in fp8's own accumulators are what the tensor cores do fastest.
     y = scaled_mm(
@@ -57,11 +61,11 @@ def fp8_blocks(
     x: Tensor, codes: Tensor, blocks: Tensor, bias: Tensor | None, out: Tensor | None
 ) -> Tensor:
     """See `GpuProducts.fp8_blocks`."""
-    cut = cut_of(FP8_CUTS, len(x))
+    cut = cut_of(SCALED_CUTS, len(x))
     if cut is not None:
         inputs, own = rounding.by_group(x.contiguous(), BLOCK)
         y = x.new_empty(len(x), len(codes)) if out is None else out
-        return fp8_product(inputs, own, codes, blocks, bias, y, cut, BLOCK)
+        return scaled_product(inputs, own, codes, blocks, bias, y, cut, BLOCK)
     # The library takes no other number of tokens.
     inputs, own = rounding.by_group(F.pad(x, (0, 0, 0, -len(x) % 4)).contiguous(), BLOCK)
     # Nor scales of which an output's are not four, eight, ...

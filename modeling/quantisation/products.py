@@ -13,7 +13,7 @@ from sharding.linear_weight import Operands
 logger = logging.getLogger("loray.modeling")
 
 SIZES = 16
-"""GPUs multiply fp8 matrices whose sizes are multiples of it."""
+"""GPUs multiply matrices of 8 bits whose sizes are multiples of it."""
 
 _CAPABILITY = (9, 0)
 """Of GPUs on which torch multiplies fp8 matrices with scales of rows and of blocks."""
@@ -23,16 +23,16 @@ _CAPABILITY = (9, 0)
 class GpuProducts:
     """x W^T + bias of x [tokens, in]; the result is in `out`, where that is given.
 
-    rounded: (x, scale of all inputs or None) to x in fp8 and its scales [tokens, 1].
-    fp8: (x in fp8, its scales, codes, scales, bias, out, type of the result), as Fp8Weight has
-    codes and scales.
+    rounded: (x, scale of all inputs or None, fp8 or int8) to x in codes and its scales [tokens, 1].
+    scaled: (x in codes, its scales, codes, scales, bias, out, type of the result), as
+    RowScaledWeight has codes and scales.
     fp8_blocks: (x, codes, scales of blocks [out / 128, in / 128], bias, out).
     integers: (x and weights of 4 bits, bias, out).
     to_fp4: `fp4.rounded`.
     """
 
-    rounded: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
-    fp8: Callable[
+    rounded: Callable[[Tensor, Tensor | None, torch.dtype], tuple[Tensor, Tensor]]
+    scaled: Callable[
         [Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, torch.dtype], Tensor
     ]
     fp8_blocks: Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
@@ -57,4 +57,4 @@ def _of_device(device: torch.device) -> GpuProducts | None:
     except ImportError as error:
         logger.warning("quantised weights are slow here: %s", error)
         return None
-    return GpuProducts(gpu.rounded, gpu.fp8, gpu.fp8_blocks, gpu.integers, gpu.to_fp4)
+    return GpuProducts(gpu.rounded, gpu.scaled, gpu.fp8_blocks, gpu.integers, gpu.to_fp4)

@@ -10,9 +10,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from modeling.adapters.kernels.product import (
     AHEAD,
     ProductForm,
-    fp8_product_kernel,
     integer_product_kernel,
     product_kernel,
+    scaled_product_kernel,
 )
 from modeling.adapters.kernels.row_product import row_product_kernel
 from modeling.kernels.integer_rows import rows_cut, rows_options
@@ -23,7 +23,7 @@ from modeling.kernels.integer_tiles import (
     tile_options,
 )
 from modeling.kernels.launch import launch_options
-from modeling.kernels.tiles import FP8_CUTS, cut_of
+from modeling.kernels.tiles import SCALED_CUTS, cut_of
 from sharding.linear_weight import Operands
 
 
@@ -51,7 +51,7 @@ def launch_product(
     form: ProductForm, y: Tensor, operands: Operands, sums: Tensor, arrived: Tensor, shrink: Shrink
 ) -> None:
     """Write the product into y [tokens, out], and the shrink's partial sums."""
-    launch = _dense if operands.scales is None else _fp8
+    launch = _dense if operands.scales is None else _scaled
     if operands.groups is not None:
         launch = _integers
     launch(form, y, operands, sums, arrived, shrink)
@@ -77,15 +77,15 @@ def _dense(
     # fmt: on
 
 
-def _fp8(
+def _scaled(
     form: ProductForm, y: Tensor, operands: Operands, sums: Tensor, arrived: Tensor, shrink: Shrink
 ) -> None:
-    codes, cut = operands.weight, cut_of(FP8_CUTS, len(y))
+    codes, cut = operands.weight, cut_of(SCALED_CUTS, len(y))
     assert cut is not None, (len(y), form)
     outputs, inputs = codes.shape
     shares = cut.shares(outputs, inputs)
     # fmt: off
-    fp8_product_kernel[(shrink.programs + -(-outputs // cut.outputs) * shares,)](
+    scaled_product_kernel[(shrink.programs + -(-outputs // cut.outputs) * shares,)](
         operands.x, operands.x_scales, codes, operands.scales, y,
         sums, arrived, len(y), outputs, y.stride(0),
         shrink.programs, shrink.tile_programs, shrink.x, *shrink.arguments,

@@ -21,7 +21,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from modeling.adapters.kernels.shrink import UNSPECIALIZED, shrink_tiles
 from modeling.kernels.integer_tiles import integer_tile
-from modeling.kernels.tiles import fp8_tile, prefetch, store_tile
+from modeling.kernels.tiles import prefetch, scaled_tile, store_tile
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ def product_kernel(
 @triton.jit(  # type: ignore[untyped-decorator]
     do_not_specialize=[*UNSPECIALIZED, "num_rows", "num_shrinks", "num_tile_programs"]
 )
-def fp8_product_kernel(
+def scaled_product_kernel(
     x_codes: "Any", x_scales: "Any", codes: "Any", scales: "Any", y: "Any",
     sums: "Any", arrived: "Any", num_rows: "Any", num_outputs: "Any", y_stride: "Any",
     num_shrinks: "Any", num_tile_programs: "Any",
@@ -204,7 +204,7 @@ def fp8_product_kernel(
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, MORE_ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """The same where weights and activations are in fp8: the shrink reads x, which is not."""
+    """The same of weights and activations in fp8 or int8: the shrink reads x, which is not."""
     if PDL:
         gdc_launch_dependents()
     program = tl.program_id(0)
@@ -222,7 +222,7 @@ def fp8_product_kernel(
     else:
         own = program - num_shrinks
         num_blocks = (tl.num_programs(0) - num_shrinks) // SHARES
-        fp8_tile(
+        scaled_tile(
             own % num_blocks, own // num_blocks, num_blocks,
             x_codes, x_scales, codes, scales, y, y, sums, arrived,
             num_rows, num_outputs, y_stride,

@@ -1,4 +1,4 @@
-"""Norms and gated products of rows in Triton, rounded to fp8 where a product reads them so.
+"""Norms and gated products of rows in Triton, in fp8 or int8 too where a product reads them so.
 
 They compute and are launched as `modeling.layers.kernels.operations` says.
 """
@@ -13,15 +13,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from modeling.adapters.norm_rows import NO_WEIGHTS, OwnWeights
 from modeling.kernels.launch import Launcher, aligned, has_dependent_launch, launch_options
-from modeling.kernels.tiles import divided
+from modeling.kernels.tiles import store_codes
 from modeling.layers.kernels.ranks import meet, sum_of_ranks, table
-from modeling.quantisation.activations import LARGEST, SMALLEST
+from modeling.quantisation.activations import FP8, range_of
 from sharding.group import Summand
 
 SILU_COLUMNS = 1024
 """What one program computes."""
-
-FP8_RANGE = (LARGEST, SMALLEST)
 
 Rounded = tuple[Tensor, Tensor]
 
@@ -35,16 +33,14 @@ Pointer = Any
 def _store_rounded(
     x: "Any", codes: "Any", scales: "Any", inside: "Any", most: float, smallest: float
 ) -> None:
-    """Store a row of x in fp8, and its scale, as `quantisation.activations.by_token`.
+    """Store a row of x in fp8 or int8, and its scale, as `quantisation.rounding.by_token`.
 
     x: 0 where it is not inside.
     """
     values = x.to(tl.float32)
     scale = tl.div_rn(tl.max(tl.abs(values), axis=0), most)
     scale = tl.where(scale == 0, smallest, scale)
-    quotients = divided(values, scale, tl.div_rn(1.0, scale))
-    found = tl.minimum(tl.maximum(quotients, -most), most)
-    tl.store(codes, found.to(tl.float8e4nv), mask=inside)
+    store_codes(values, scale, most, codes, inside)
     tl.store(scales + tl.program_id(0), scale)
 
 
@@ -81,7 +77,7 @@ def _add_rms_norm(
     has_factor: what is added to the residual is multiplied by factor before. has_total_factor: s
     is the sum times total_factor. has_outer: if not, s alone is computed.
     has_pages: w is that of an adapter where pages has one for the row's token. rounds: codes and
-    scales are normed in fp8.
+    scales are normed in fp8 or int8.
     """
     if PDL:
         gdc_launch_dependents()
@@ -148,8 +144,8 @@ def _silu_mul(
     """out = act(gate) * up, for `width` columns of one row.
 
     gate_stride, up_stride: from row to row. first_up: 0, or the first column of up where gates has
-    both. act: GELU in its tanh form if is_gelu, else SiLU. rounds: codes and scales are out in fp8;
-    the columns are then the whole row.
+    both. act: GELU in its tanh form if is_gelu, else SiLU. rounds: codes and scales are out in 8
+    bits; the columns are then the whole row.
     """
     if first_up:
         # The compiler is to see one pointer.
@@ -198,8 +194,9 @@ def add_rms_norm(
     the sum, rounded to its type as always. factor: of x, or of its norm, before the sum;
     total_factor: of the sum. Both round to x's type too, and take a residual.
     own, own_inner: what replaces the weights for the rows of some tokens. rounded: where y is
-    written in fp8 too. summand: the one that x is part of, if it is: x stands for its sum over
-    ranks then, which is rounded as `all_reduce` rounds; all ranks make the same calls in one order.
+    written in codes of 8 bits too. summand: the one that x is part of, if it is: x stands for its
+    sum over ranks then, which is rounded as `all_reduce` rounds; all ranks make the same calls in
+    one order.
     """
     assert residual is not None or factor == total_factor == 1.0, "a factor of no sum"
     tokens, size = x.shape
@@ -217,6 +214,7 @@ def add_rms_norm(
     added = x if residual is None else residual
     dependent = has_dependent_launch(x.device)
     codes, scales = rounded or (normed, normed)
+    kind = rounded and codes.dtype
     # The key names all that Triton compiles the kernel for; see Launcher.
     _LAUNCH_ADD_RMS_NORM(
         (
@@ -226,7 +224,7 @@ def add_rms_norm(
             weight is None,
             factor == 1.0,
             total_factor == 1.0,
-            rounded is None,
+            kind,
             x.dtype,
             inner_weight.dtype,
             outer_weight.dtype,
@@ -239,7 +237,7 @@ def add_rms_norm(
         ),
         (tokens,),
         (x, added, inner_weight, outer_weight, normed, total, codes, scales, pages, *stored, stride,
-         peers, eps, inner_eps, *FP8_RANGE, factor, total_factor),
+         peers, eps, inner_eps, *range_of(kind or FP8), factor, total_factor),
         {
             "size": size,
             "width": triton.next_power_of_2(size),
@@ -265,7 +263,7 @@ def add_rms_norm(
 def silu_mul(gate_up: Tensor, rounded: Rounded | None = None) -> Tensor:
     """y[t, j] = silu(g[t, j]) * u[t, j], g the first half of the columns, u the second.
 
-    rounded: where y is written in fp8 too.
+    rounded: where y is written in codes of 8 bits too.
     """
     size = gate_up.shape[1] // 2
     return _gated_mul(gate_up, gate_up, size, size, is_gelu=False, rounded=rounded)
@@ -298,14 +296,15 @@ def _gated_mul(
     out = torch.empty(tokens, size, dtype=gate.dtype, device=gate.device)
     dependent = has_dependent_launch(gate.device)
     codes, scales = rounded or (out, out)
+    kind = rounded and codes.dtype
     # A row's scale is that of all its columns, so one program takes them.
     width = SILU_COLUMNS if rounded is None else triton.next_power_of_2(size)
     strides = gate.stride(0), up.stride(0), first_up
     _LAUNCH_SILU_MUL(
-        (size, *strides, is_gelu, rounded is None, gate.dtype, up.dtype, gate.device,
+        (size, *strides, is_gelu, kind, gate.dtype, up.dtype, gate.device,
          aligned(gate, out, codes, scales), aligned(up)),
         (tokens, -(-size // width)),
-        (gate, up, out, codes, scales, *FP8_RANGE),
+        (gate, up, out, codes, scales, *range_of(kind or FP8)),
         {"gate_stride": strides[0], "up_stride": strides[1], "first_up": first_up,
          "size": size, "width": width, "is_gelu": is_gelu, "rounds": rounded is not None,
          "PDL": dependent},

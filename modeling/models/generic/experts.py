@@ -56,10 +56,12 @@ ON_GPUS = frozenset(
 """Types that take adapters of experts and routers on a GPU, where they were compared; kernels
 multiply them in bfloat16."""
 
-DELTAS_OF_STORED = frozenset(("gpt_oss", "qwen3_moe"))
+DELTAS_OF_STORED = frozenset(
+    ("deepseek_v3", "glm4_moe", "gpt_oss", "minimax_m2", "mixtral", "qwen3_moe")
+)
 """Types of which they multiply those of experts that a checkpoint quantised, not in integers."""
 
-DELTAS_OF_INTEGERS = frozenset(("qwen3_moe",))
+DELTAS_OF_INTEGERS = frozenset(("deepseek_v3", "glm4_moe", "mixtral", "qwen3_moe"))
 """The same of experts in integers."""
 
 SPREAD_ON_GPUS = frozenset(("qwen3_moe",))
@@ -175,7 +177,7 @@ class RoutedLayers:
     def _are_stored(self) -> bool:
         return any(has_stored(each.module) for each in self._experts)
 
-    def leave_stored(self, on_gpu: bool, dtype: torch.dtype, ranks: int) -> None:
+    def leave_stored(self, on_gpu: bool, dtype: torch.dtype) -> None:
         """Take no adapters on a GPU where a checkpoint quantised experts, if none compared them.
 
         ArchitectureError where ranks have whole ones there.
@@ -185,7 +187,7 @@ class RoutedLayers:
                 "expert_parallel: whole quantised experts on ranks were not compared on GPUs: "
                 "remove it, then each rank has a part of every expert"
             )
-        is_compared = self.have_kernels and dtype is torch.bfloat16 and ranks == 1
+        is_compared = self.have_kernels and dtype is torch.bfloat16
         if self._are_stored and not is_compared:
             self.on_gpus = False
             self.projections = () if on_gpu else self.projections

@@ -117,7 +117,7 @@ class GenericForCausalLM(nn.Module):
         if self.device.type == "meta":
             # It is built to be counted: nothing can be tried without values.
             return
-        routed.leave_stored(on_gpu, weights.dtype, weights.group.size)
+        routed.leave_stored(on_gpu, weights.dtype)
         self.projections = (*self.projections, *routed.projections)
         self.adapts_experts_on_gpus = routed.on_gpus
         routed.install(self._step, self.device)

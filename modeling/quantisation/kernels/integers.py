@@ -17,8 +17,8 @@ from modeling.kernels.integer_tiles import (
     tile_options,
 )
 from modeling.kernels.launch import Launcher, aligned, has_dependent_launch, launch_options
-from modeling.quantisation.kernels.fp8_product import product_memory
 from modeling.quantisation.kernels.integer_rows import row_kernel
+from modeling.quantisation.kernels.scaled_product import product_memory
 from sharding.linear_weight import OperandGroups, Operands
 
 Pointer = Any

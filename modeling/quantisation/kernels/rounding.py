@@ -12,8 +12,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from modeling.kernels.launch import Launcher, aligned, has_dependent_launch, launch_options
-from modeling.kernels.tiles import divided
-from modeling.quantisation.activations import FP8, LARGEST, SMALLEST, SMALLEST_FP4
+from modeling.kernels.tiles import nearest, store_codes
+from modeling.quantisation.activations import FP8, LARGEST, SMALLEST, SMALLEST_FP4, range_of
 
 Pointer = Any
 
@@ -29,7 +29,7 @@ def _by_token(
 ) -> None:
     """codes = x / scale, scale = max |x| / most, of one row; width: the power of two over size.
 
-    IS_GIVEN: the scale is `given`, of all rows.
+    smallest: the scale of zeros. IS_GIVEN: the scale is `given`, of all rows.
     """
     if PDL:
         gdc_launch_dependents()
@@ -44,9 +44,7 @@ def _by_token(
     else:
         scale = tl.div_rn(tl.max(tl.abs(values), axis=0), most)
         scale = tl.where(scale == 0, smallest, scale)
-    quotients = divided(values, scale, tl.div_rn(1.0, scale))
-    found = tl.minimum(tl.maximum(quotients, -most), most)
-    tl.store(codes + row * size + columns, found.to(tl.float8e4nv), mask=inside)
+    store_codes(values, scale, most, codes + row * size + columns, inside)
     tl.store(scales + row, scale)
 
 
@@ -68,16 +66,8 @@ def _by_group(
     values = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
     scale = tl.div_rn(tl.max(tl.abs(values), axis=1), most)
     scale = tl.where(scale == 0, smallest, scale)
-    quotients = divided(values, scale[:, None], tl.div_rn(1.0, scale)[:, None])
-    found = tl.minimum(tl.maximum(quotients, -most), most)
-    tl.store(codes + place, found.to(tl.float8e4nv), mask=inside)
+    store_codes(values, scale[:, None], most, codes + place, inside)
     tl.store(scales + group * rows + row, scale, mask=group < groups)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _nearest(x: "Any") -> "Any":
-    """The nearest whole number, ties to even: what is left of a number beside 1.5 * 2 ** 23."""
-    return (x + 12582912.0) - 12582912.0
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -110,7 +100,7 @@ def _to_fp4(
         power = tl.maximum(wanted.to(tl.int32, bitcast=True) >> 23, 121) - 3
         fine = (power << 23).to(tl.float32, bitcast=True)
         coarse = ((254 - power) << 23).to(tl.float32, bitcast=True)
-        stored = _nearest(wanted * coarse) * fine
+        stored = nearest(wanted * coarse) * fine
         stored = tl.where(stored == 0, smallest, stored)
         scale = tl.div_rn(stored, tl.zeros([height], tl.float32) + number)
     else:
@@ -121,7 +111,7 @@ def _to_fp4(
     amount = tl.abs(quotients)
     step = tl.where(amount < 2, 0.5, tl.where(amount < 4, 1.0, 2.0))
     inverse = tl.where(amount < 2, 2.0, tl.where(amount < 4, 1.0, 0.5))
-    found = _nearest(quotients * inverse) * step * scale[:, None]
+    found = nearest(quotients * inverse) * step * scale[:, None]
     tl.store(y + place, found.to(y.dtype.element_ty), mask=inside)
 
 
@@ -132,18 +122,23 @@ _token = Launcher(_by_token)
 _group = Launcher(_by_group)
 
 
-def by_token(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """`activations.by_token` of a contiguous x on a GPU; scale: of all tokens, float32 [1]."""
+def by_token(
+    x: Tensor, scale: Tensor | None = None, kind: torch.dtype = FP8
+) -> tuple[Tensor, Tensor]:
+    """Codes of a contiguous x on a GPU, and their scales; scale: of all tokens, float32 [1].
+
+    kind: of the codes, fp8 or int8, as `activations.by_token` and `int8.by_token` have them.
+    """
     rows, size = x.shape
-    codes = torch.empty(rows, size, dtype=FP8, device=x.device)
+    codes = torch.empty(rows, size, dtype=kind, device=x.device)
     scales = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
     if not rows:
         return codes, scales
     width, dependent = triton.next_power_of_2(size), has_dependent_launch(x.device)
     _token(
-        (x.device, x.dtype, size, aligned(x, codes, scales), scale is None),
+        (x.device, x.dtype, kind, size, aligned(x, codes, scales), scale is None),
         (rows,),
-        (x, scales if scale is None else scale, codes, scales, LARGEST, SMALLEST),
+        (x, scales if scale is None else scale, codes, scales, *range_of(kind)),
         {"size": size, "width": width, "IS_GIVEN": scale is not None, "PDL": dependent},
         {"num_warps": min(16, max(1, width // 512)), **launch_options(dependent)},
     )

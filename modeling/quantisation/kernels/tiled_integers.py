@@ -28,7 +28,7 @@ from modeling.kernels.integer_tiles import (
 )
 from modeling.kernels.launch import Launcher, aligned, has_dependent_launch, launch_options
 from modeling.kernels.tiles import store_tile
-from modeling.quantisation.kernels.fp8_product import MAX_BLOCKS, MAX_SUMS, product_memory
+from modeling.quantisation.kernels.scaled_product import MAX_BLOCKS, MAX_SUMS, product_memory
 from sharding.linear_weight import Operands
 
 Pointer = Any

@@ -93,8 +93,8 @@ def test_scale_of_scores_ignored(world: World, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.sweep
 def test_sinks_ignored(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    def heads(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Heads:
-        return Heads(q, k, v, None)
+    def heads(q: Tensor, k: Tensor, v: Tensor, *_: Any, **others: Any) -> Heads:
+        return Heads(q, k, v, None, **others)
 
     monkeypatch.setattr(step, "Heads", heads)
     _attend_as(monkeypatch, sinks=False)

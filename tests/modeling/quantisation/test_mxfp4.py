@@ -105,7 +105,7 @@ def test_a_rank_with_whole_experts_keeps_its_own(made: Path) -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "ranks", "taken"),
-    [(DType.BFLOAT16, 1, True), (DType.BFLOAT16, 2, False), (DType.FLOAT32, 1, False)],
+    [(DType.BFLOAT16, 1, True), (DType.BFLOAT16, 2, True), (DType.FLOAT32, 1, False)],
 )
 def test_where_gpus_take_adapters_of_these_experts(
     made: Path, dtype: DType, ranks: int, taken: bool

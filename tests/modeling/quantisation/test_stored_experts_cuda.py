@@ -5,7 +5,8 @@ over the numbers (test_mxfp4.py, test_fp8_experts.py). Each test prints its figu
 """
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -19,18 +20,18 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from configs.adapters import AdaptersConfig
 from configs.architectures.base import ArchitectureError
-from configs.engine import CacheConfig, Device, LimitsConfig
+from configs.engine import CacheConfig, Device, EngineConfig, LimitsConfig
 from configs.model import DType, ModelConfig
 from modeling.models.generic import experts
-from modeling.runner.load_paged import load_paged
-from modeling.runner.loading import load_model, pick_device
+from modeling.runner.loading import load_model
 from sharding.group import SingleRank
 from tests.checkpoints import AdapterRecipe, write_adapter
 from tests.checkpoints_generic import SHAPE, VOCAB_SIZE
-from tests.modeling.parity.comparison import NUM_BLOCKS, engine_config, place_all
+from tests.modeling.parity.comparison import NUM_BLOCKS, engine_config
 from tests.modeling.quantisation.stored_layers import LAYERS, NO_DELTAS, Deltas, Layer, dtype_of
-from tests.modeling.quantisation.test_models_cuda import as_blocks, as_gptq, bounded
-from tests.modeling.teacher import TOGETHER, errors, forced_logprobs
+from tests.modeling.quantisation.test_models_cuda import as_blocks, as_gptq
+from tests.modeling.quantisation.whole_models import Task, compare
+from tests.modeling.teacher import TOGETHER
 
 pytestmark = pytest.mark.gpu
 
@@ -193,32 +194,50 @@ def test_layers_adapted(
     assert max(worst.values()) < BOUND[form], worst
 
 
-KINDS: dict[str, dict[str, Any]] = {
+SIZES_OF: dict[str, dict[str, Any]] = {
     "gpt_oss": {
         "hidden_size": 192,
-        "intermediate_size": 96,
+        "intermediate_size": 128,
         "num_local_experts": 8,
         "num_experts_per_tok": 3,
         "head_dim": 64,
     },
     "qwen3_moe": {
         "hidden_size": 256,
-        "moe_intermediate_size": 128,
+        "moe_intermediate_size": 256,
         "num_experts": 8,
         "num_experts_per_tok": 3,
         "head_dim": 64,
     },
-    "qwen3_moe in 4 bits": {
+    "mixtral": {
         "hidden_size": 256,
-        "moe_intermediate_size": 128,
-        "num_experts": 8,
+        "intermediate_size": 256,
+        "num_local_experts": 8,
         "num_experts_per_tok": 3,
+        "head_dim": 64,
+    },
+    "minimax_m2": {
+        "hidden_size": 256,
+        "intermediate_size": 256,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "head_dim": 64,
+    },
+    "glm4_moe": {
+        "hidden_size": 256,
+        "intermediate_size": 256,
+        "moe_intermediate_size": 256,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
         "head_dim": 64,
     },
     "deepseek_v3": {
         "hidden_size": 256,
         "intermediate_size": 256,
-        "moe_intermediate_size": 128,
+        "moe_intermediate_size": 256,
         "n_routed_experts": 8,
         "num_experts_per_tok": 3,
         "n_group": 2,
@@ -235,11 +254,15 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-ALL_ACTIVE: dict[str, dict[str, Any]] = {
-    "gpt_oss": {"num_experts_per_tok": 8},
-    "qwen3_moe": {"num_experts_per_tok": 8},
-    "qwen3_moe in 4 bits": {"num_experts_per_tok": 8},
-    "deepseek_v3": {"num_experts_per_tok": 8, "topk_group": 2},
+KINDS = (
+    *SIZES_OF,
+    *("qwen3_moe in 4 bits", "mixtral in 4 bits", "glm4_moe in 4 bits", "deepseek_v3 in 4 bits"),
+)
+"""Types in fp8, in mxfp4 or in integers."""
+
+ALL_ACTIVE = {
+    name: {"num_experts_per_tok": 8, **({"topk_group": 2} if "n_group" in sizes else {})}
+    for name, sizes in SIZES_OF.items()
 }
 """Every expert computes every token, so no rounding chooses others: an adapter of experts moves
 these tiny models by so much that one choice is farther than all else."""
@@ -252,7 +275,7 @@ def type_of(kind: str) -> str:
 
 def write(folder: Path, kind: str, **changes: Any) -> tuple[Path, list[Path]]:
     """Write a tiny mixture as it is published, and adapters: of attention, and of experts too."""
-    config = CONFIG_MAPPING[type_of(kind)](**{**SHAPE, **KINDS[kind], **changes})
+    config = CONFIG_MAPPING[type_of(kind)](**{**SHAPE, **SIZES_OF[type_of(kind)], **changes})
     auto: Any = AutoModelForCausalLM
     torch.manual_seed(3)
     model = auto.from_config(config, dtype=torch.bfloat16)
@@ -284,7 +307,7 @@ def write(folder: Path, kind: str, **changes: Any) -> tuple[Path, list[Path]]:
             codes = torch.randint(0, 256, (count, outputs, inputs // 32, 16), dtype=torch.uint8)
             scales = torch.randint(120, 122, codes.shape[:3], dtype=torch.uint8)
             tensors |= {f"{name}_blocks": codes, f"{name}_scales": scales}
-        elif kind != "gpt_oss" and name.endswith("_proj.weight"):
+        elif kind != "gpt_oss" and re.search(r"_proj\.weight$|\.w[123]\.weight$", name):
             tensors |= pack(name.removesuffix(".weight"), tensor)
         else:
             tensors[name] = tensor
@@ -298,61 +321,44 @@ def write(folder: Path, kind: str, **changes: Any) -> tuple[Path, list[Path]]:
     return stored, adapters
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_mixtures(kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """The base, and an adapter of attention."""
-    model, (attention, _) = write(tmp_path, kind)
-    lines = compare(kind, model, {"base": None, "attention": attention})
-    with capfd.disabled():
-        print("", *lines, sep="\n")
-    assert not any(line.endswith("far") for line in lines)
+COMPARED = (
+    (Device.CPU, DType.FLOAT32),
+    (Device.CPU, DType.BFLOAT16),
+    (Device.CUDA, DType.BFLOAT16),
+)
+"""The truth, the reference, and what is compared with them."""
+
+
+def config_of(model: Path, device: Device, dtype: DType) -> EngineConfig:
+    return engine_config(
+        model,
+        model=ModelConfig(id=str(model), dtype=dtype),
+        device=device,
+        cache=CacheConfig(num_blocks=NUM_BLOCKS, block_size=16),
+        limits=LimitsConfig(max_running=TOGETHER, max_step_tokens=512),
+        adapters=AdaptersConfig(device_pages=4, expert_pages=4, max_device_adapters=2),
+    )
+
+
+def task(folder: Path, kind: str, adapts_experts: bool) -> Task:
+    """The base and an adapter of attention; adapts_experts: and one of attention and experts."""
+    changes = ALL_ACTIVE[type_of(kind)] if adapts_experts else {}
+    model, adapters = write(folder, kind, **changes)
+    configs = [config_of(model, *each) for each in COMPARED]
+    adapters = adapters[: 1 + adapts_experts]
+    return Task.of(kind, VOCAB_SIZE, configs, adapters, routed=not adapts_experts)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_mixtures_adapted(kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """An adapter of attention and of these experts."""
+def test_mixtures(kind: str, tmp_path: Path) -> None:
+    compare([task(tmp_path, kind, adapts_experts=False)], SingleRank(), torch.device("cuda"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_mixtures_adapted(kind: str, tmp_path: Path) -> None:
     taken = experts.DELTAS_OF_INTEGERS if "4 bits" in kind else experts.DELTAS_OF_STORED
-    if type_of(kind) not in taken:
-        pytest.skip("its adapters of quantised experts are refused")
-    model, (_, adapter) = write(tmp_path, kind, **ALL_ACTIVE[kind])
-    lines = compare(kind, model, {"base": None, "experts": adapter})
-    with capfd.disabled():
-        print("", *lines, sep="\n")
-    assert not any(line.endswith("far") for line in lines)
-
-
-def compare(kind: str, model: Path, named: Mapping[str, Path | None]) -> list[str]:
-    """Run prefills and captured decode steps; return figures by what is named, the base first."""
-    found: dict[tuple[str, str], Tensor] = {}
-    lines = []
-    for name, device, dtype in (
-        ("truth", Device.CPU, DType.FLOAT32),
-        ("reference", Device.CPU, DType.BFLOAT16),
-        ("ours", Device.CUDA, DType.BFLOAT16),
-    ):
-        config = engine_config(
-            model,
-            model=ModelConfig(id=str(model), dtype=dtype),
-            device=device,
-            cache=CacheConfig(num_blocks=NUM_BLOCKS, block_size=16),
-            limits=LimitsConfig(max_running=TOGETHER, max_step_tokens=512),
-            adapters=AdaptersConfig(device_pages=4, expert_pages=4, max_device_adapters=2),
-        )
-        runner = load_paged(config, SingleRank(), pick_device(device)).allocate()
-        place_all(runner, [folder for folder in named.values() if folder is not None])
-        for slot, of in enumerate(named, start=-1):
-            for decode in (False, True) if name == "ours" else (False,):
-                said = forced_logprobs(runner, VOCAB_SIZE, slot, decode, 16).cpu()
-                if name != "ours":
-                    found[name, of] = said
-                    continue
-                theirs = errors(found["reference", of], found["truth", of])
-                own = errors(said, found["truth", of])
-                way = f"{of:10}{'decode' if decode else 'prefill':8}"
-                far = "" if bounded(own, theirs) else "  far"
-                lines.append(f"{kind:12}{way}{own}  (reference: {theirs}){far}")
-    assert runner.num_captured, "no step was captured"
-    return lines
+    assert type_of(kind) in taken, "not compared, though GPUs take such adapters"
+    compare([task(tmp_path, kind, adapts_experts=True)], SingleRank(), torch.device("cuda"))
 
 
 def test_scales_that_kernels_do_not_make_are_refused(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
-"""Products of few tokens in fp8, in Triton: what libraries do more slowly.
+"""Products of few tokens in fp8 or int8, in Triton: what libraries do more slowly.
 
-    y[m, n] = a[m] * b[n] * sum_k X[m, k] W[n, k]         codes of both in e4m3
+    y[m, n] = a[m] * b[n] * sum_k X[m, k] W[n, k]         codes of both
 
 They are programmatic dependent launches (PDL), as `modeling.layers.kernels.operations` says: the
 first lines of the weights, which no kernel writes, are fetched while the kernel before still runs.
@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from modeling.kernels.launch import Launcher, aligned, has_dependent_launch, launch_options
-from modeling.kernels.tiles import ProductCut, fp8_tile
+from modeling.kernels.tiles import ProductCut, scaled_tile
 
 Pointer = Any
 
@@ -29,18 +29,18 @@ MAX_SUMS = 4 * 2**20
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
-def _fp8(
+def _scaled(
     x: "Pointer", x_scales: "Pointer", codes: "Pointer", scales: "Pointer", bias: "Pointer",
     y: "Pointer", sums: "Pointer", arrived: "Pointer",
     num_rows: int, num_outputs: int, y_stride: int,
     INPUTS: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr, SHARES: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
 ) -> None:
-    """One block of outputs, all tokens, one share of the inputs; see `fp8_tile`."""
+    """One block of outputs, all tokens, one share of the inputs; see `scaled_tile`."""
     if PDL:
         gdc_launch_dependents()
     num_blocks = tl.num_programs(0) // SHARES
-    fp8_tile(
+    scaled_tile(
         tl.program_id(0) % num_blocks, tl.program_id(0) // num_blocks, num_blocks,
         x, x_scales, codes, scales, bias, y, sums, arrived, num_rows, num_outputs, y_stride,
         INPUTS, ROWS, BLOCK_N, BLOCK_K, GROUP, SHARES, HAS_BIAS, PDL,
@@ -49,7 +49,7 @@ def _fp8(
 
 # fmt: on
 
-_launch_fp8 = Launcher(_fp8)
+_launch = Launcher(_scaled)
 
 
 @cache
@@ -59,7 +59,7 @@ def product_memory(device: torch.device, _stream: int) -> tuple[Tensor, Tensor]:
     return sums, torch.zeros(MAX_BLOCKS, dtype=torch.int32, device=device)
 
 
-def fp8_product(
+def scaled_product(
     x: Tensor,
     x_scales: Tensor,
     codes: Tensor,
@@ -69,7 +69,7 @@ def fp8_product(
     cut: ProductCut,
     group: int = 0,
 ) -> Tensor:
-    """Write the product of fp8 x [tokens, in] and codes [out, in] into y [tokens, out].
+    """Write the product of x in codes [tokens, in] and codes [out, in] into y [tokens, out].
 
     group: outputs and inputs of a block of the codes that has a scale, of which x's groups of
     inputs have one too; x_scales: [tokens, groups], a group's side by side. 0: there are none.
@@ -79,8 +79,8 @@ def fp8_product(
     sums, arrived = product_memory(x.device, torch.cuda.current_stream(x.device).cuda_stream)
     blocks = -(-outputs // cut.outputs)
     height = max(16, triton.next_power_of_2(rows))
-    _launch_fp8(
-        (x.device, y.dtype, inputs, outputs, height, cut, shares, bias is None,
+    _launch(
+        (x.device, x.dtype, y.dtype, inputs, outputs, height, cut, shares, bias is None,
          aligned(x, codes, y), y.stride(0), group),
         (blocks * shares,),
         (x, x_scales, codes, scales, y if bias is None else bias, y, sums, arrived, rows, outputs,
