@@ -22,6 +22,9 @@ from configs.architectures.base import ArchitectureError
 from configs.engine import CacheConfig, Device, LimitsConfig
 from configs.model import DType, ModelConfig
 from modeling.models.generic import experts
+from modeling.models.generic.fp4_experts import Fp4Matrices
+from modeling.models.generic.integer_experts import IntegerMatrices
+from modeling.models.generic.stored_experts import LinearMatrices, StoredMatrices
 from modeling.runner.load_paged import load_paged
 from modeling.runner.loading import load_model, pick_device
 from sharding.group import SingleRank
@@ -29,21 +32,24 @@ from tests.checkpoints import AdapterRecipe, write_adapter
 from tests.checkpoints_generic import SHAPE, VOCAB_SIZE
 from tests.modeling.parity.comparison import NUM_BLOCKS, engine_config, place_all
 from tests.modeling.quantisation.stored_layers import LAYERS, NO_DELTAS, Deltas, Layer, dtype_of
-from tests.modeling.quantisation.test_models_cuda import as_blocks, as_gptq, bounded
+from tests.modeling.quantisation.test_models_cuda import FORMS, bounded
 from tests.modeling.teacher import TOGETHER, errors, forced_logprobs
 
 pytestmark = pytest.mark.gpu
 
-BOUND = dict.fromkeys(LAYERS, 5e-3) | {"fp8": 2.5e-2}
+ROUNDED = ("fp8", "nvfp4", "mxfp4")
+"""Forms that round activations too."""
+
+BOUND = dict.fromkeys(LAYERS, 5e-3) | dict.fromkeys(ROUNDED, 2.5e-2)
 """Of the difference's norm: inner columns and each pair's part are rounded to bfloat16. fp8's
 tensor cores add with fewer bits than float32 has, and of inner columns that are off by 1e-3 some
-round to the next number of fp8: 1.3e-2 in the equation. The largest on an H200 were 2.5e-3 in mxfp4
-and 1.35e-2."""
+round to the next number of fp8: 1.3e-2 in the equation. The largest on an H200 were 2.5e-3 of
+gpt-oss and 1.35e-2 in fp8; nvfp4 and other mxfp4 have not run there."""
 
 SIZES = [(2880, 2880, 8, 4), (192, 96, 5, 3), (256, 384, 16, 2), (64, 32, 3, 1)]
 """Hidden size, inner size, experts, experts of a token."""
 
-OFTEN = ("mxfp4", "fp8", "4 bits", "4 bits, groups of 32")
+OFTEN = ("gpt-oss", "fp8", "nvfp4", "mxfp4", "4 bits", "4 bits, groups of 32")
 
 CASES = [(form, sizes) for form in LAYERS for sizes in (SIZES if form in OFTEN else SIZES[2:3])]
 """Each case takes a compiler some seconds."""
@@ -193,6 +199,32 @@ def test_layers_adapted(
     assert max(worst.values()) < BOUND[form], worst
 
 
+QWEN3_MOE = {
+    "hidden_size": 256,
+    "moe_intermediate_size": 128,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "head_dim": 64,
+}
+
+DEEPSEEK_V3 = {
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 128,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 128,
+    "kv_lora_rank": 128,
+    "qk_rope_head_dim": 32,
+    "head_dim": 32,
+    "qk_nope_head_dim": 64,
+    "v_head_dim": 64,
+}
+
 KINDS: dict[str, dict[str, Any]] = {
     "gpt_oss": {
         "hidden_size": 192,
@@ -201,44 +233,20 @@ KINDS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 3,
         "head_dim": 64,
     },
-    "qwen3_moe": {
-        "hidden_size": 256,
-        "moe_intermediate_size": 128,
-        "num_experts": 8,
-        "num_experts_per_tok": 3,
-        "head_dim": 64,
-    },
-    "qwen3_moe in 4 bits": {
-        "hidden_size": 256,
-        "moe_intermediate_size": 128,
-        "num_experts": 8,
-        "num_experts_per_tok": 3,
-        "head_dim": 64,
-    },
-    "deepseek_v3": {
-        "hidden_size": 256,
-        "intermediate_size": 256,
-        "moe_intermediate_size": 128,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 3,
-        "n_group": 2,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-        "num_key_value_heads": 4,
-        "q_lora_rank": 128,
-        "kv_lora_rank": 128,
-        "qk_rope_head_dim": 32,
-        "head_dim": 32,
-        "qk_nope_head_dim": 64,
-        "v_head_dim": 64,
-    },
+    "qwen3_moe": QWEN3_MOE,
+    "qwen3_moe in 4 bits": QWEN3_MOE,
+    "qwen3_moe in nvfp4": QWEN3_MOE,
+    "qwen3_moe in mxfp4": QWEN3_MOE,
+    "qwen3_moe in weights in mxfp4": QWEN3_MOE,
+    "deepseek_v3": DEEPSEEK_V3,
+    "deepseek_v3 in nvfp4": DEEPSEEK_V3,
 }
+"""What they change of SHAPE; a type alone is in fp8 blocks, but for gpt-oss."""
 
 
 ALL_ACTIVE: dict[str, dict[str, Any]] = {
     "gpt_oss": {"num_experts_per_tok": 8},
     "qwen3_moe": {"num_experts_per_tok": 8},
-    "qwen3_moe in 4 bits": {"num_experts_per_tok": 8},
     "deepseek_v3": {"num_experts_per_tok": 8, "topk_group": 2},
 }
 """Every expert computes every token, so no rounding chooses others: an adapter of experts moves
@@ -248,6 +256,12 @@ these tiny models by so much that one choice is farther than all else."""
 def type_of(kind: str) -> str:
     """The model type."""
     return kind.partition(" ")[0]
+
+
+def matrices_of(kind: str) -> type[StoredMatrices]:
+    """What keeps the experts."""
+    is_fp4 = kind == "gpt_oss" or "fp4" in kind
+    return Fp4Matrices if is_fp4 else IntegerMatrices if "4 bits" in kind else LinearMatrices
 
 
 def write(folder: Path, kind: str, **changes: Any) -> tuple[Path, list[Path]]:
@@ -269,15 +283,8 @@ def write(folder: Path, kind: str, **changes: Any) -> tuple[Path, list[Path]]:
     recipe = replace(recipe, std=0.05, seed=5, extra=experts)
     adapters.append(write_adapter(folder / "experts", dense, recipe))
     tensors: dict[str, Tensor] = {}
-    method: dict[str, Any] = {
-        "quant_method": "fp8",
-        "weight_block_size": [128, 128],
-        "activation_scheme": "dynamic",
-        "modules_to_not_convert": ["lm_head"],
-    }
-    pack = as_blocks
-    if "4 bits" in kind:
-        pack, method = as_gptq, {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": False}
+    pack, method = FORMS[kind.partition(" in ")[2] or "fp8 in blocks"]
+    assert pack is not None
     for name, tensor in load_file(dense / "model.safetensors").items():
         if kind == "gpt_oss" and name.endswith(("gate_up_proj", "down_proj")):
             count, inputs, outputs = tensor.shape
@@ -311,10 +318,9 @@ def test_mixtures(kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize("kind", KINDS)
 def test_mixtures_adapted(kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """An adapter of attention and of these experts."""
-    taken = experts.DELTAS_OF_INTEGERS if "4 bits" in kind else experts.DELTAS_OF_STORED
-    if type_of(kind) not in taken:
+    if type_of(kind) not in experts.DELTAS_OF_STORED[matrices_of(kind)]:
         pytest.skip("its adapters of quantised experts are refused")
-    model, (_, adapter) = write(tmp_path, kind, **ALL_ACTIVE[kind])
+    model, (_, adapter) = write(tmp_path, kind, **ALL_ACTIVE[type_of(kind)])
     lines = compare(kind, model, {"base": None, "experts": adapter})
     with capfd.disabled():
         print("", *lines, sep="\n")
