@@ -210,7 +210,7 @@ def stored_experts(
     common = (x.device, x.dtype, shares.dtype, ids.dtype, aligned(x, ids, shares))
     added = enter_pairs(x, ids, counts, table, deltas)
     sizes = {"INPUTS": hidden, "WIDTH": width, "ACTIVE": active}
-    sizes |= {"SHARED": active if up.input_scales is None else 1}
+    sizes |= {"SHARED": 1 if up.rounds_by_expert else active}
     sizes |= {"PAIRS": cut.pairs, "BLOCK_N": cut.up}
     clamped = gate.limit is not None
     form = {"INTERLEAVED": gate.interleaved, "CLAMPED": clamped, "DELTAS": deltas is not None}
@@ -245,7 +245,8 @@ def _product(
         inputs, by_row = by_group(x, BLOCK)
         scales = by_row.t()
     if weight.rounds:
-        inputs = to_fp4(x, weight.size, weight.input_scales, ids)
+        experts = ids if weight.rounds_by_expert else None
+        inputs = to_fp4(x, weight.size, weight.input_scales, experts)
     codes = weight.codes
     found = weight.outer, weight.zeros, weight.order, weight.bias
     beside = [codes if each is None else each for each in found]

@@ -56,7 +56,7 @@ class StoredWeight:
     size: inputs that share a scale of e2m1: 16 of nvfp4, 32 of mxfp4; 0 in other forms.
     outer: float32 [experts, out], what nvfp4's scales are multiplied by.
     rounds: whether inputs are rounded to e2m1. input_scales: float32 [experts], what the scales of
-    nvfp4's inputs were multiplied by.
+    nvfp4's inputs are multiplied by; [1] where experts have the same.
     group: inputs of a group of integers: 32, 64, or a multiple of 128; 0 in other forms.
     middle: the zero point of integers, where there are no zeros: uint8 of the scales' shape.
     order: int32 [experts, in], the inputs of integers in the codes' order; None: as they are.
@@ -79,6 +79,11 @@ class StoredWeight:
     def is_fp8(self) -> bool:
         """Whether it is in fp8."""
         return self.codes.dtype is torch.float8_e4m3fn
+
+    @property
+    def rounds_by_expert(self) -> bool:
+        """Whether each expert rounds a token's inputs by itself."""
+        return self.input_scales is not None and len(self.input_scales) > 1
 
     @property
     def is_by_pair(self) -> bool:

@@ -111,6 +111,8 @@ class Fp4Matrices(StoredMatrices):
                 "inputs that differ, which no kernel takes: take a checkpoint of weights alone"
             )
         scales = None if self.input_scales is None else self.input_scales.data.flatten()
+        if scales is not None and bool((scales == scales[0]).all()):
+            scales = scales[:1]
         outer = None if self.outer is None else self._rows(self.outer.data).float()
         return {"size": self.size, "outer": outer, "rounds": self.rounds, "input_scales": scales}
 

@@ -180,7 +180,6 @@ def to_fp4(
     experts: contiguous [rows, experts of one], of x's rows; where they are given `global_scale` is
     each expert's, and the result has a row for each of a row's experts.
     """
-    experts = None if global_scale is None else experts
     groups = x.shape[1] // size
     rows = len(x) if experts is None else experts.numel()
     y = x.new_empty(rows, x.shape[1])

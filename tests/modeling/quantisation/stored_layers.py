@@ -34,12 +34,18 @@ INTEGERS: dict[str, dict[str, Any]] = {
 
 
 def fp4_weights(
-    count: int, shape: tuple[int, int], size: int, rounds: bool = False, device: str = "cuda"
+    count: int,
+    shape: tuple[int, int],
+    size: int,
+    rounds: bool = False,
+    device: str = "cuda",
+    alike: bool = False,
 ) -> tuple[Any, Tensor]:
     """A `StoredWeight` of so many experts in nvfp4 or mxfp4, and its numbers in float32.
 
     An expert of nvfp4 has two maps below each other. The numbers are exact in bfloat16, so that
-    what kernels make of them, unrounded, is the same.
+    what kernels make of them, unrounded, is the same. alike: whether experts round their inputs
+    alike.
     """
     from modeling.layers.kernels.stored_weights import StoredWeight
 
@@ -51,6 +57,8 @@ def fp4_weights(
         scales = torch.randint(40, 80, of_groups, device=device).byte()
         outer = torch.exp2(torch.randint(-9, -6, (count, 2), device=device).double())
         inputs = torch.rand(count, 1, device=device).mul(800).add(100) if rounds else None
+        if inputs is not None and alike:
+            inputs[:] = inputs[0]
     pairs = zip(codes, scales, strict=True)
     stored = Fp4Matrices(pairs, torch.bfloat16, outer, rounds, inputs)
     fields = stored.kernel_fields()
@@ -63,7 +71,9 @@ def inputs_of(weight: Any, x: Tensor, expert: int) -> Tensor:
     if not weight.rounds:
         return x
     scales = weight.input_scales
-    return rounded(x, weight.size, None if scales is None else scales[expert : expert + 1])
+    if weight.rounds_by_expert:
+        scales = scales[expert : expert + 1]
+    return rounded(x, weight.size, scales)
 
 
 def layer_fp4(size: int, rounds: bool, hidden: int, inner: int, count: int) -> Layer:

@@ -1,7 +1,8 @@
 """Mixtures of experts in nvfp4 and mxfp4, beside transformers + PEFT over the packages' numbers.
 
 The oracle rounds what enters each quantised map as compressed-tensors does, by the checkpoint's
-own scale of that map.
+own scale of that map. checkpoints/modelopt_nvfp4_experts is what NVIDIA's ModelOpt 0.47 exported of
+a tiny Qwen3-MoE, with the numbers that its own function makes of it.
 """
 
 import json
@@ -31,6 +32,7 @@ from tests.checkpoints_generic import write_generic
 from tests.checkpoints_quantised import write_fp4
 from tests.modeling.parity.comparison import engine_config
 from tests.modeling.quantisation.quantised import as_the_package, compare, round_experts
+from tests.modeling.quantisation.test_packed import CHECKPOINTS
 from tests.sweeps import swept_rows
 
 # PEFT looks for patterns of parameters among modules, and warns that it found none.
@@ -110,6 +112,8 @@ def rounding_oracle(stored: Path, numbers: Path, preset: str) -> Any:
     def rounded(path: str, x: Tensor) -> Tensor:
         # Each map's own; mxfp4 has none.
         whole = tensors.get(f"{path}.input_global_scale")
+        if f"{path}.input_scale" in tensors:
+            whole = 1 / tensors[f"{path}.input_scale"].view(1)
         assert (whole is None) == (preset == "MXFP4")
         return as_the_package(preset, whole, x)
 
@@ -119,7 +123,7 @@ def rounding_oracle(stored: Path, numbers: Path, preset: str) -> Any:
     for name, module in model.named_modules():
         if name.endswith(".experts"):
             round_experts(module, partial(of_experts, name))
-        elif isinstance(module, nn.Linear) and f"{name}.weight_packed" in tensors:
+        elif isinstance(module, nn.Linear) and f"{name}.weight_scale" in tensors:
             module.register_forward_pre_hook(lambda _, given, own=name: rounded(own, given[0]))
     return model
 
@@ -160,6 +164,30 @@ def test_tokens_of_ranks_with_whole_experts(made: World, preset: str, ranks: int
     how: dict[str, Any] = {"expert_parallel": True, "dtype": "float32"}
     oracle = rounding_oracle(stored, numbers, preset)
     compare(stored, made.adapters("qwen3_moe"), oracle, ranks, **how)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_tokens_of_modelopt(tmp_path: Path, ranks: int) -> None:
+    stored = CHECKPOINTS / "modelopt_nvfp4_experts"
+    settings = json.loads((stored / "config.json").read_text())
+    assert settings.pop("quantization_config")["quant_algo"] == "NVFP4"
+    made_numbers = load_file(stored / "numbers.safetensors")
+    own = load_file(stored / "model.safetensors")
+    left = {name: tensor for name, tensor in own.items() if "_scale" not in name}
+    dense = tmp_path / "dense"
+    dense.mkdir()
+    (dense / "config.json").write_text(json.dumps(settings))
+    save_file(left | made_numbers, dense / "model.safetensors", {"format": "pt"})
+    adapters = [tmp_path / name for name in ("r8", "parameters")]
+    for folder in adapters:
+        write_adapter(folder, dense, EXPERT_ADAPTERS[folder.name])
+    oracle = rounding_oracle(stored, dense, "NVFP4")
+    compare(stored, adapters, oracle, ranks, dtype="float32")
+    model: Any = load_model(engine_config(stored), SingleRank(), CPU).model
+    for name, module in experts_of(load_oracle(dense)):
+        made_own = model.causal.get_submodule(name)
+        assert torch.equal(made_own.gate_up_proj, module.gate_up_proj)
+        assert torch.equal(made_own.down_proj, module.down_proj)
 
 
 def experts_of(model: Any) -> list[tuple[str, Any]]:
