@@ -1,7 +1,7 @@
 """One layer's experts, by the form that they are stored in: `python -m benchmarks.stored_experts`.
 
 On one GPU, in microseconds: 16 launches in a CUDA graph, each routed by chance over the weights of
-one of two layers. --cuts compares how mxfp4 and integers of 4 bits may be cut:
+one of two layers. --cuts compares how forms of 4 bits may be cut:
 PAIRS,UP,DOWN,WARPS,STAGES, see `StoredCut`; the last column is how far their results are from those
 of the cuts that steps take.
 """
@@ -53,8 +53,20 @@ def mxfp4(count: int, outputs: int, inputs: int) -> Any:
 
     chunks = -(-inputs // 128)
     codes = _bytes(count, chunks, outputs, 64).view(torch.int16)
-    scales = (_bytes(count, chunks, outputs, 4) % 4 + 118).view(torch.int32).squeeze(-1)
-    return StoredWeight(codes, scales, None, (outputs, inputs))
+    scales = (_bytes(count, chunks, 1, outputs, 4) % 4 + 118).view(torch.int32).squeeze(-1)
+    return StoredWeight(codes, scales, None, (outputs, inputs), 32)
+
+
+def nvfp4(rounds: bool, count: int, outputs: int, inputs: int) -> Any:
+    """Make weights in nvfp4; rounds: whether inputs are rounded too."""
+    from modeling.layers.kernels.stored_weights import StoredWeight
+
+    chunks, shape = -(-inputs // 128), (outputs, inputs)
+    codes = _bytes(count, chunks, outputs, 64).view(torch.int16)
+    scales = (_bytes(count, chunks, 2, outputs, 4) % 120).view(torch.int32).squeeze(-1)
+    outer = torch.rand(count, outputs, device="cuda") / (400 * inputs**0.5)
+    own = torch.rand(count, device="cuda") * 800 + 100 if rounds else None
+    return StoredWeight(codes, scales, None, shape, 16, outer, rounds, own)
 
 
 def fp8_blocks(count: int, outputs: int, inputs: int) -> Any:
@@ -74,7 +86,7 @@ def integers(group: int, zeros: bool, count: int, outputs: int, inputs: int) -> 
     scales = torch.rand(count, -(-inputs // group), outputs, device="cuda") / (5 * inputs**0.5)
     points = _bytes(*scales.shape) % 16 if zeros else None
     shape = outputs, inputs
-    return StoredWeight(codes, scales.bfloat16(), None, shape, group, 8, points)
+    return StoredWeight(codes, scales.bfloat16(), None, shape, group=group, middle=8, zeros=points)
 
 
 def _stored(make: Callable[[int, int, int], Any], *sizes: Any) -> Layer:
@@ -92,6 +104,8 @@ FORMS: dict[str, Callable[[int, tuple[int, int], tuple[int, int]], Layer]] = {
     "bfloat16": bfloat16,
     "fp8-blocks": partial(_stored, fp8_blocks),
     "mxfp4": partial(_stored, mxfp4),
+    "nvfp4": partial(_stored, partial(nvfp4, True)),
+    "nvfp4-weights": partial(_stored, partial(nvfp4, False)),
     "4-bits": partial(_stored, partial(integers, 128, False)),
     "4-bits-zeros": partial(_stored, partial(integers, 128, True)),
     "4-bits-32": partial(_stored, partial(integers, 32, True)),
@@ -147,7 +161,7 @@ def measure(arguments: argparse.Namespace) -> None:
                 continue
             made = FORMS[form]
             layers = [made(count, (2 * inner, hidden), (hidden, inner)) for _ in range(LAYERS)]
-            cuts = arguments.cuts if form.startswith(("4-bits", "mxfp4")) else []
+            cuts = arguments.cuts if form.startswith(("4-bits", "mxfp4", "nvfp4")) else []
             own = [layers[0](*_steps(tokens, name)[0]) for tokens in arguments.tokens]
             for cut in ("own", *cuts):
                 with _cut_so(cut):
@@ -168,14 +182,14 @@ def _cut_so(cut: str) -> Iterator[None]:
     """Cut codes of 4 bits so meanwhile; own: as steps do."""
     from modeling.layers.kernels import stored_weights
 
-    own = stored_weights.INTEGER_CUTS, stored_weights.MXFP4_CUTS
+    own = stored_weights.INTEGER_CUTS, stored_weights.FP4_CUTS
     if cut != "own":
         one = stored_weights.StoredCut(2**31, *map(int, cut.split(",")))
-        stored_weights.INTEGER_CUTS = stored_weights.MXFP4_CUTS = (one,)
+        stored_weights.INTEGER_CUTS = stored_weights.FP4_CUTS = (one,)
     try:
         yield
     finally:
-        stored_weights.INTEGER_CUTS, stored_weights.MXFP4_CUTS = own
+        stored_weights.INTEGER_CUTS, stored_weights.FP4_CUTS = own
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -9,7 +9,12 @@ from typing import Any, cast
 import torch
 from bitsandbytes.functional import int8_vectorwise_quant
 from bitsandbytes.nn import Linear8bitLt
-from compressed_tensors.compressors import ModelCompressor, PackedQuantizationCompressor
+from compressed_tensors.compressors import (
+    ModelCompressor,
+    MXFP4PackedCompressor,
+    NVFP4PackedCompressor,
+    PackedQuantizationCompressor,
+)
 from compressed_tensors.quantization import (
     QuantizationArgs,
     QuantizationConfig,
@@ -103,6 +108,38 @@ def write_packed(
     config = QuantizationConfig(
         config_groups={"group_0": scheme}, ignore=["lm_head"], quantization_status="compressed",
         format="pack-quantized",
+    )  # fmt: skip
+    return write_quantised(folder, dense, tensors_of, config.model_dump(mode="json"), **more)
+
+
+def write_fp4(folder: Path, dense: Path, preset: str, apart: bool = False, **more: Any) -> Path:
+    """Write nvfp4 or mxfp4 of compressed-tensors, that of single experts too.
+
+    preset: the scheme's name in the package. apart: whether an expert's gate and up have different
+    global scales of their inputs. Returns the checkpoint of the numbers that the package makes.
+    more: see `write_quantised`.
+    """
+    scheme = preset_name_to_scheme(preset, ["Linear"])
+    args, is_nvfp4 = scheme.weights, preset.startswith("NV")
+    assert args is not None
+    package = NVFP4PackedCompressor if is_nvfp4 else MXFP4PackedCompressor
+
+    def tensors_of(path: str, matrix: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        own = {"weight": matrix}
+        if is_nvfp4:
+            own["weight_global_scale"] = generate_gparam(matrix.min(), matrix.max())
+        parts = matrix.view(len(matrix), -1, args.group_size)
+        whole = own.get("weight_global_scale")
+        own["weight_scale"], _ = calculate_qparams(parts.amin(-1), parts.amax(-1), args, whole)
+        made = package.compress(own, scheme)
+        numbers = package.decompress(dict(made), scheme)["weight"].float()
+        if preset == "NVFP4":
+            shared = path if apart else path.replace("gate_proj", "up_proj")
+            made["input_global_scale"] = torch.tensor([200.0 + 37 * (sum(map(ord, shared)) % 11)])
+        return made, numbers
+
+    config = QuantizationConfig(
+        config_groups={"group_0": scheme}, ignore=["lm_head"], quantization_status="compressed",
     )  # fmt: skip
     return write_quantised(folder, dense, tensors_of, config.model_dump(mode="json"), **more)
 

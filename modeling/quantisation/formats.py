@@ -166,6 +166,8 @@ class IntegersOfDummies:
 class Fp4OfDummies:
     """Numbers of 4 bits, of random weights."""
 
+    bits = 4
+
     def __init__(self, how: Quantisation) -> None:
         assert how.group_size is not None
         self._size, self._rounds = how.group_size, how.activations is not Activations.NONE

@@ -48,8 +48,8 @@ def to_e2m1(x: Tensor) -> Tensor:
 def scales_of(largest: Tensor, global_scale: Tensor | None) -> Tensor:
     """Return the scales of groups whose largest absolute values these are, float32.
 
-    global_scale: by which nvfp4's scales are multiplied before they are stored; None: powers of
-    two.
+    global_scale: by which nvfp4's scales are multiplied before they are stored, [1] or [tokens, 1];
+    None: powers of two.
     """
     if global_scale is None:
         # Up to the next power where the largest one would be rounded to it.
@@ -62,6 +62,18 @@ def scales_of(largest: Tensor, global_scale: Tensor | None) -> Tensor:
     return torch.where(stored == 0, SMALLEST_FP4, stored) / global_scale
 
 
+def scales_of_stored(stored: Tensor, outer: Tensor | None) -> Tensor:
+    """Return scales [out, groups] as checkpoints store them in float32.
+
+    stored: of fp8, or uint8, powers of two and 127. outer: float64, what fp8 is multiplied by; None
+    for powers.
+    """
+    if outer is None:
+        return torch.exp2(stored.float() - 127)
+    # Rounded once, these are the packages' own, who multiply or divide in float32.
+    return (stored.double() * outer).float()
+
+
 def rounded(x: Tensor, size: int, global_scale: Tensor | None) -> Tensor:
     """Return x [tokens, in] in its own type, each group of `size` inputs rounded to 4 bits."""
     parts = x.reshape(*x.shape[:-1], -1, size)
@@ -72,7 +84,8 @@ def rounded(x: Tensor, size: int, global_scale: Tensor | None) -> Tensor:
 class Fp4Weight(IntegerWeight):
     """Codes of e2m1, and what rounds their inputs.
 
-    rounds: whether inputs are rounded. input_global_scale: float32 [1], of nvfp4's inputs.
+    rounds: whether inputs are rounded. input_global_scale: float32 [1], of nvfp4's inputs. outer:
+    float64 [1], what nvfp4's stored scales are multiplied by; None of maps that were joined.
     """
 
     def __init__(
@@ -82,6 +95,7 @@ class Fp4Weight(IntegerWeight):
         dtype: torch.dtype,
         rounds: bool = False,
         input_global_scale: Tensor | None = None,
+        outer: Tensor | None = None,
     ) -> None:
         """codes: uint8 [out, in], not packed. groups: of powers of two, or of scales of nvfp4."""
         super().__init__(codes, groups, 4, dtype, table_of_codes(codes.device))
@@ -89,6 +103,7 @@ class Fp4Weight(IntegerWeight):
         self.input_global_scale = (
             None if input_global_scale is None else self.keep(input_global_scale)
         )
+        self.outer = None if outer is None else self.keep(outer)
 
     @property
     def form(self) -> str:
@@ -98,6 +113,14 @@ class Fp4Weight(IntegerWeight):
     def with_codes(self, codes: Tensor, groups: Groups) -> Self:
         """Return weights of other codes whose inputs are rounded alike."""
         return type(self)(codes, groups, self.dtype, self.rounds, self.input_global_scale)
+
+    def stored_scales(self) -> Tensor:
+        """Return the bytes of its scales as checkpoints store them, uint8 [out, groups]."""
+        scales = self.scales.t()
+        if self.outer is None:
+            return (torch.frexp(scales).exponent + 126).to(torch.uint8)
+        # Farther from its neighbours than rounding moved it.
+        return to_fp8(scales, self.outer.float()).view(torch.uint8)
 
     def grouped_like(self, other: IntegerWeight) -> bool:
         """Return whether another weight's inputs are grouped and rounded as this one's."""
@@ -136,6 +159,6 @@ def round_fp4(matrix: Tensor, size: int, rounds: bool) -> Fp4Weight:
     codes = torch.searchsorted(halves, numbers.abs().contiguous()) | (numbers < 0).long() << 3
     group_of = torch.arange(matrix.shape[1], device=matrix.device) // size
     groups = local_groups(scales, None, group_of, 0)
-    return Fp4Weight(
-        codes.to(torch.uint8), groups, matrix.dtype, rounds, global_scale if rounds else None
-    )
+    outer = None if global_scale is None else 1 / global_scale.double()
+    inputs = global_scale if rounds else None
+    return Fp4Weight(codes.to(torch.uint8), groups, matrix.dtype, rounds, inputs, outer)

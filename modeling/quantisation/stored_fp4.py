@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from configs.quantisation import Activations, Quantisation
-from modeling.quantisation.fp4 import NVFP4, Fp4Weight, unpack
+from modeling.quantisation.fp4 import NVFP4, Fp4Weight, scales_of_stored, unpack
 from modeling.quantisation.integers import local_groups
 from modeling.quantisation.stored_fp8 import check_groups, indices
 from modeling.quantisation.stored_integers import covering
@@ -36,13 +36,15 @@ def read_fp4(weights: Weights, part: LinearPart, how: Quantisation) -> Fp4Weight
         raise CheckpointError(f"{name} is stored as {packed.dtype}, not as {torch.uint8}")
     codes = unpack(packed)[:, places.to(weights.device)].contiguous()
     group_of = indices(part.columns, weights.device) // size
-    groups = local_groups(_scales(weights, part, size, is_modelopt), None, group_of, 0)
+    outer = _outer(weights, part, is_modelopt) if size == NVFP4 else None
+    scales = scales_of_stored(_scales(weights, part, size), outer)
+    groups = local_groups(scales, None, group_of, 0)
     if rounds:
-        check_groups(part, groups, size)
+        check_groups(part, groups.size, size)
     scale = None
     if rounds and size == NVFP4:
         scale = _input_global_scale(weights, part, is_modelopt)
-    return Fp4Weight(codes, groups, weights.dtype, rounds, scale)
+    return Fp4Weight(codes, groups, weights.dtype, rounds, scale, outer)
 
 
 def _input_global_scale(weights: Weights, part: LinearPart, is_modelopt: bool) -> Tensor:
@@ -52,19 +54,22 @@ def _input_global_scale(weights: Weights, part: LinearPart, is_modelopt: bool) -
     return _number(weights, f"{part.name}.input_global_scale")
 
 
-def _scales(weights: Weights, part: LinearPart, size: int, is_modelopt: bool) -> Tensor:
-    """Read the scales of this rank's outputs, float32 [out, all groups]."""
+def _outer(weights: Weights, part: LinearPart, is_modelopt: bool) -> Tensor:
+    """Read what nvfp4's scales are multiplied by, float64 [1]."""
+    if is_modelopt:
+        return _number(weights, f"{part.name}.weight_scale_2").double()
+    return 1 / _number(weights, f"{part.name}.weight_global_scale").double()
+
+
+def _scales(weights: Weights, part: LinearPart, size: int) -> Tensor:
+    """Read the scales of this rank's outputs, [out, all groups]."""
     name = f"{part.name}.weight_scale"
     shape = part.shape[0], -(-part.shape[1] // size)
     stored = weights.read_stored(name, shape, part.rows)
     wanted = torch.float8_e4m3fn if size == NVFP4 else torch.uint8
     if stored.dtype is not wanted:
         raise CheckpointError(f"{name} is stored as {stored.dtype}, not as {wanted}")
-    if is_modelopt:
-        return stored.float() * _number(weights, f"{part.name}.weight_scale_2")
-    if size == NVFP4:
-        return stored.float() / _number(weights, f"{part.name}.weight_global_scale")
-    return torch.exp2(stored.float() - 127)
+    return stored
 
 
 def _number(weights: Weights, name: str) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from configs.quantisation import Activations, Quantisation
 from modeling.quantisation.fp8 import BlockFp8Weight, Fp8Weight
-from modeling.quantisation.integers import Groups, local_groups
+from modeling.quantisation.integers import local_groups
 from sharding.checkpoint import CheckpointError
 from sharding.linear_weight import LinearPart
 from sharding.loader import Weights
@@ -44,7 +44,7 @@ def read_fp8_blocks(weights: Weights, part: LinearPart, how: Quantisation) -> Bl
     by_row = scales[indices(part.rows, weights.device) // height]
     groups = local_groups(by_row, None, indices(part.columns, weights.device) // wide, 0)
     if how.activations is Activations.GROUP:
-        check_groups(part, groups, wide)
+        check_groups(part, groups.size, wide)
     return BlockFp8Weight(
         _codes(weights, part),
         groups.scales,
@@ -56,13 +56,16 @@ def read_fp8_blocks(weights: Weights, part: LinearPart, how: Quantisation) -> Bl
     )
 
 
-def check_groups(part: LinearPart, groups: Groups, size: int) -> None:
-    """Refuse a rank's part that cuts a group of inputs which are rounded together."""
-    if groups.size != size and len(part.columns) > 0:
+def check_groups(part: LinearPart, found: int | None, size: int) -> None:
+    """Refuse a rank's part that cuts a group of inputs which share a scale.
+
+    found: inputs of each of the rank's groups; None where they differ.
+    """
+    if found != size and len(part.columns) > 0:
         raise ValueError(
             f"{part.name}: its inputs, {part.columns} of {part.shape[1]} on this rank, are not "
-            f"whole groups of {size}, which the checkpoint's activations are rounded in: set "
-            "tensor_parallel to a number that cuts between groups"
+            f"whole groups of {size}, which share a scale here: set tensor_parallel to a number "
+            "that cuts between groups"
         )
 
 

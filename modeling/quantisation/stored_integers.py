@@ -26,7 +26,7 @@ CODES = ("weight_packed", "qweight")
 
 BESIDE = (
     "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape", "weight_global_scale",
-    "weight_scale_2", "input_global_scale", "scales", "qzeros", "g_idx",
+    "weight_scale_2", "input_global_scale", "input_scale", "scales", "qzeros", "g_idx",
 )  # fmt: skip
 """What it has besides."""
 

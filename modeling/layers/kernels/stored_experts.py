@@ -1,4 +1,4 @@
-"""Experts kept as a checkpoint stored them, in Triton: mxfp4, fp8 blocks, integers of 4 bits.
+"""Experts kept as a checkpoint stored them, in Triton: fp4, fp8 blocks, integers of 4 bits.
 
 As in experts.py, a table has the pairs of each expert, and a program reads a tile of one
 expert's weights once for many pairs. Here for any number of tokens: numbers are made of a tile
@@ -6,7 +6,7 @@ where it is multiplied, so no expert is ever expanded.
 
     fp8     y[p, o] = sum_g a[p, g] b[o / 128, g] sum_{i of g} X[p, i] W[o, i]
 
-How the others are read: mxfp4_experts.py, integer_experts.py.
+How the others are read: fp4_experts.py, integer_experts.py.
 Adapters' deltas are of x and of inner columns before those are rounded.
 """
 
@@ -24,12 +24,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from modeling.kernels.launch import Launcher, aligned, has_dependent_launch, launch_options
 from modeling.layers.kernels.expert_deltas import LayerDeltas, enter_pairs, sum_pairs
+from modeling.layers.kernels.fp4_experts import of_fp4
 from modeling.layers.kernels.integer_experts import of_integers
-from modeling.layers.kernels.mxfp4_experts import of_mxfp4
 from modeling.layers.kernels.stored_pairs import FEW_TOKENS, experts_by_pair, gated
 from modeling.layers.kernels.stored_weights import Gate, StoredCut, StoredWeight
 from modeling.quantisation.activations import BLOCK
-from modeling.quantisation.kernels.rounding import by_group
+from modeling.quantisation.kernels.rounding import by_group, to_fp4
 
 # Arguments are grouped by what they describe.
 # fmt: off
@@ -64,13 +64,14 @@ def _of_fp8(
 @triton.jit(do_not_specialize=["num_x", "num_tokens"])  # type: ignore[untyped-decorator]
 def _up(
     x: "Any", x_scales: "Any", num_x: "Any",
-    codes: "Any", scales: "Any", zeros: "Any", order: "Any", bias: "Any",
+    codes: "Any", scales: "Any", outer: "Any", zeros: "Any", order: "Any", bias: "Any",
     inner: "Any", counts: "Any", table: "Any", deltas: "Any", num_tokens: "Any",
     limit: "Any", alpha: "Any",
-    INPUTS: tl.constexpr, WIDTH: tl.constexpr, ACTIVE: tl.constexpr,
+    INPUTS: tl.constexpr, WIDTH: tl.constexpr, ACTIVE: tl.constexpr, SHARED: tl.constexpr,
     PAIRS: tl.constexpr, BLOCK_N: tl.constexpr,
     FP8: tl.constexpr, HAS_BIAS: tl.constexpr, INTERLEAVED: tl.constexpr, CLAMPED: tl.constexpr,
     DELTAS: tl.constexpr,
+    IS_NVFP4: tl.constexpr,
     GROUP: tl.constexpr, MIDDLE: tl.constexpr, HAS_ZEROS: tl.constexpr, ORDERED: tl.constexpr,
     RAISED: tl.constexpr,
     ASM0: tl.constexpr, ASM1: tl.constexpr, ASM2: tl.constexpr, ASM3: tl.constexpr,
@@ -78,6 +79,7 @@ def _up(
 ) -> None:
     """One block of an expert's inner columns for up to PAIRS of its pairs.
 
+    SHARED: pairs of a row of x: ACTIVE, or 1 where x is rounded for each expert by itself.
     deltas: float32 [pairs, 2 * WIDTH] where INTERLEAVED, else [2, pairs, WIDTH].
     """
     if PDL:
@@ -106,9 +108,9 @@ def _up(
                 ASM0, ASM1, ASM2, ASM3,
             )
         else:
-            acc = of_mxfp4(
-                x, codes, scales, expert, row, pair // ACTIVE, live,
-                2 * WIDTH, INPUTS, 2 * BLOCK_N, PAIRS, ASM0, ASM1, ASM2, ASM3,
+            acc = of_fp4(
+                x, codes, scales, outer, expert, row, pair // SHARED, live,
+                2 * WIDTH, INPUTS, 2 * BLOCK_N, PAIRS, IS_NVFP4, ASM0, ASM1, ASM2, ASM3,
             )
         if HAS_BIAS:
             acc += tl.load(bias + expert * (2 * WIDTH) + row).to(tl.float32)[:, None]
@@ -129,10 +131,11 @@ def _up(
 @triton.jit(do_not_specialize=["num_x", "num_tokens"])  # type: ignore[untyped-decorator]
 def _down(
     x: "Any", x_scales: "Any", num_x: "Any",
-    codes: "Any", scales: "Any", zeros: "Any", order: "Any", bias: "Any",
+    codes: "Any", scales: "Any", outer: "Any", zeros: "Any", order: "Any", bias: "Any",
     shares: "Any", out: "Any", counts: "Any", table: "Any", num_tokens: "Any",
     INPUTS: tl.constexpr, WIDTH: tl.constexpr,
     PAIRS: tl.constexpr, BLOCK_N: tl.constexpr, FP8: tl.constexpr, HAS_BIAS: tl.constexpr,
+    IS_NVFP4: tl.constexpr,
     GROUP: tl.constexpr, MIDDLE: tl.constexpr, HAS_ZEROS: tl.constexpr, ORDERED: tl.constexpr,
     RAISED: tl.constexpr,
     ASM0: tl.constexpr, ASM1: tl.constexpr, ASM2: tl.constexpr, ASM3: tl.constexpr,
@@ -162,9 +165,9 @@ def _down(
                 ASM0, ASM1, ASM2, ASM3,
             )
         else:
-            acc = of_mxfp4(
-                x, codes, scales, expert, n, pair, live,
-                WIDTH, INPUTS, BLOCK_N, PAIRS, ASM0, ASM1, ASM2, ASM3,
+            acc = of_fp4(
+                x, codes, scales, outer, expert, n, pair, live,
+                WIDTH, INPUTS, BLOCK_N, PAIRS, IS_NVFP4, ASM0, ASM1, ASM2, ASM3,
             )
         if HAS_BIAS:
             acc += tl.load(bias + expert * WIDTH + n).to(tl.float32)[:, None]
@@ -197,7 +200,7 @@ def stored_experts(
     """
     (tokens, hidden), active, count = x.shape, ids.shape[1], len(up.codes)
     width = down.shape[1]
-    if tokens <= FEW_TOKENS and up.is_mxfp4 and deltas is None:
+    if tokens <= FEW_TOKENS and up.is_by_pair and deltas is None:
         return experts_by_pair(x, up, down, gate, ids, shares)
     cut = _cut(tokens, hidden, width, up.cuts)
     table = torch.empty(count, tokens, dtype=torch.int32, device=x.device)
@@ -207,6 +210,7 @@ def stored_experts(
     common = (x.device, x.dtype, shares.dtype, ids.dtype, aligned(x, ids, shares))
     added = enter_pairs(x, ids, counts, table, deltas)
     sizes = {"INPUTS": hidden, "WIDTH": width, "ACTIVE": active}
+    sizes |= {"SHARED": 1 if up.rounds_by_expert else active}
     sizes |= {"PAIRS": cut.pairs, "BLOCK_N": cut.up}
     clamped = gate.limit is not None
     form = {"INTERLEAVED": gate.interleaved, "CLAMPED": clamped, "DELTAS": deltas is not None}
@@ -214,12 +218,12 @@ def stored_experts(
     blocks = -(-tokens // cut.pairs)
     rest = [inner, counts, table, added, tokens, *limits]
     grid = (blocks, width // cut.up, count)
-    _product(_UP, common, grid, x, up, rest, sizes, form, cut, pdl)
+    _product(_UP, common, grid, x, ids, up, rest, sizes, form, cut, pdl)
     shrunk = None if deltas is None else deltas.shrink_down(inner, ids, count)
     sizes = {"INPUTS": width, "WIDTH": hidden, "PAIRS": cut.pairs, "BLOCK_N": cut.down}
     grid = (blocks, hidden // cut.down, count)
     rest = [shares, out, counts, table, tokens]
-    _product(_DOWN, common, grid, inner, down, rest, sizes, {}, cut, pdl)
+    _product(_DOWN, common, grid, inner, ids, down, rest, sizes, {}, cut, pdl)
     return sum_pairs(out, counts, ids, shares, deltas, shrunk)
 
 
@@ -228,6 +232,7 @@ def _product(
     common: Any,
     grid: tuple[int, int, int],
     x: Tensor,
+    ids: Tensor,
     weight: StoredWeight,
     rest: Sequence[Any],
     sizes: dict[str, int],
@@ -239,8 +244,12 @@ def _product(
     if weight.is_fp8:
         inputs, by_row = by_group(x, BLOCK)
         scales = by_row.t()
+    if weight.rounds:
+        experts = ids if weight.rounds_by_expert else None
+        inputs = to_fp4(x, weight.size, weight.input_scales, experts)
     codes = weight.codes
-    beside = [codes if each is None else each for each in (weight.zeros, weight.order, weight.bias)]
+    found = weight.outer, weight.zeros, weight.order, weight.bias
+    beside = [codes if each is None else each for each in found]
     made = weight.form(x.dtype)
     constants = {**sizes, **form, **made, "PDL": pdl}
     launch(

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from modeling.layers.kernels.fp4_experts import ASSEMBLY
 from modeling.layers.kernels.integer_experts import integer_constants
-from modeling.layers.kernels.mxfp4_experts import ASSEMBLY
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class StoredCut:
     stages: int
 
 
-MXFP4_CUTS: tuple[StoredCut, ...] = (
+FP4_CUTS: tuple[StoredCut, ...] = (
     StoredCut(64, 16, 64, 64, 4, 4),
     StoredCut(2**31, 64, 64, 128, 4, 3),
 )
@@ -49,9 +49,14 @@ class StoredWeight:
     """The matrices [out, in] of a layer's experts.
 
     codes: fp8 [experts, out, in], else int16 [experts, in / 128, out, 32].
-    scales: of fp8 float32 [experts, out / 128, in / 128]; of mxfp4 int32 [experts, in / 128, out],
-    four bytes each; of integers [experts, groups, out], in x's type. bias: [experts, out].
+    scales: of fp8 float32 [experts, out / 128, in / 128]; of e2m1 int32
+    [experts, in / 128, 32 / size, out], four bytes each; of integers [experts, groups, out], in x's
+    type. bias: [experts, out].
     shape: (out, in).
+    size: inputs that share a scale of e2m1: 16 of nvfp4, 32 of mxfp4; 0 in other forms.
+    outer: float32 [experts, out], what nvfp4's scales are multiplied by.
+    rounds: whether inputs are rounded to e2m1. input_scales: float32 [experts], what the scales of
+    nvfp4's inputs are multiplied by; [1] where experts have the same.
     group: inputs of a group of integers: 32, 64, or a multiple of 128; 0 in other forms.
     middle: the zero point of integers, where there are no zeros: uint8 of the scales' shape.
     order: int32 [experts, in], the inputs of integers in the codes' order; None: as they are.
@@ -61,6 +66,10 @@ class StoredWeight:
     scales: Tensor
     bias: Tensor | None
     shape: tuple[int, int]
+    size: int = 0
+    outer: Tensor | None = None
+    rounds: bool = False
+    input_scales: Tensor | None = None
     group: int = 0
     middle: int = 0
     zeros: Tensor | None = None
@@ -72,18 +81,24 @@ class StoredWeight:
         return self.codes.dtype is torch.float8_e4m3fn
 
     @property
-    def is_mxfp4(self) -> bool:
-        """Whether it is in mxfp4."""
-        return not self.is_fp8 and not self.group
+    def rounds_by_expert(self) -> bool:
+        """Whether each expert rounds a token's inputs by itself."""
+        return self.input_scales is not None and len(self.input_scales) > 1
+
+    @property
+    def is_by_pair(self) -> bool:
+        """Whether few tokens are read pair by pair: mxfp4, with inputs as they are."""
+        return self.size == 32 and not self.rounds
 
     @property
     def cuts(self) -> tuple[StoredCut, ...]:
         """How its form is cut, by the number of tokens."""
-        return FP8_CUTS if self.is_fp8 else INTEGER_CUTS if self.group else MXFP4_CUTS
+        return FP8_CUTS if self.is_fp8 else INTEGER_CUTS if self.group else FP4_CUTS
 
     def form(self, dtype: torch.dtype) -> dict[str, Any]:
         """What kernels are compiled for; dtype: of x."""
         own = {"FP8": self.is_fp8, "GROUP": self.group, "MIDDLE": self.middle}
+        own |= {"IS_NVFP4": self.outer is not None}
         own |= {"HAS_ZEROS": self.zeros is not None, "ORDERED": self.order is not None}
         made = integer_constants(dtype) if self.group else {"RAISED": 0, **ASSEMBLY}
         return {**own, "HAS_BIAS": self.bias is not None, **made}

@@ -4,13 +4,16 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from configs.architectures.base import ArchitectureError
+from modeling.models.generic.fp4_experts import Fp4Matrices
 from modeling.models.generic.integer_experts import IntegerMatrices
 from modeling.models.generic.stacked_experts import StackedExperts, within
 from modeling.models.generic.stored_experts import LinearMatrices, StoredMatrices
 from modeling.quantisation.base import join
-from modeling.quantisation.formats import MARKS, IntegersOfDummies, StoredFormat
+from modeling.quantisation.formats import MARKS, Fp4OfDummies, IntegersOfDummies, StoredFormat
+from modeling.quantisation.fp4 import MXFP4, NVFP4, Fp4Weight
 from modeling.quantisation.fp8 import BlockFp8Weight, Fp8Weight
 from modeling.quantisation.integers import IntegerWeight
+from modeling.quantisation.stored_fp8 import check_groups
 from sharding.linear_weight import LinearPart, LinearWeight
 from sharding.loader import Weights
 from sharding.slicing import Segments, whole
@@ -44,6 +47,7 @@ def read_linears(
     form = weights.linear_format
     assert form is not None
     made = [[form.read(weights, [part]) for part in expert] for expert in parts]
+    _check_cut(parts[0][0], made[0][0])
     left = [
         f"{name.removesuffix('weight')}{mark}"
         for names in source.parts.values()
@@ -59,12 +63,12 @@ def read_dummies(
     weights: Weights, name: str, shape: tuple[int, ...], cut: tuple[Segments, Segments] | None,
     experts: range | None,
 ) -> StoredMatrices | None:  # fmt: skip
-    """Make matrices of random weights, where a checkpoint's would be integers; None for others.
+    """Make matrices of random weights, where a checkpoint's would be of 4 bits; None for others.
 
     cut: the rows and columns of each; None: all. experts: as for `read_linears`.
     """
     form = weights.linear_format
-    if not isinstance(form, IntegersOfDummies) or form.bits != 4:
+    if not isinstance(form, IntegersOfDummies | Fp4OfDummies) or form.bits != 4:
         return None
     count, *sizes = shape
     rows, columns = cut or (whole(sizes[0]), whole(sizes[1]))
@@ -90,18 +94,36 @@ def _are_quantised(weights: Weights, parts: Sequence[LinearPart]) -> bool:
     return any(stored)
 
 
+def _check_cut(part: LinearPart, weight: LinearWeight) -> None:
+    """Refuse a rank's part that cuts groups of inputs in nvfp4 or mxfp4."""
+    if isinstance(weight, Fp4Weight):
+        check_groups(part, weight.size, MXFP4 if weight.outer is None else NVFP4)
+
+
 def _matrices(name: str, made: Sequence[Sequence[LinearWeight]]) -> StoredMatrices:
     if all(_is_integer(part) for expert in made for part in expert):
         return IntegerMatrices(cast(Any, made))
+    if _are_fp4([part for expert in made for part in expert]):
+        return Fp4Matrices.of_maps(cast(Any, made))
     joined = [join(expert) for expert in made]
     fp8 = [each for each in joined if isinstance(each, Fp8Weight | BlockFp8Weight)]
     if len(fp8) < len(joined) or any(each.has_input_scale for each in fp8):
         raise ArchitectureError(
             f"{name}: experts in {joined[0].form}: those in integers of 4 bits are served (GPTQ, "
-            "AWQ, compressed-tensors), and in fp8 where activations have scales of their own, gate "
-            "and up alike: take such a checkpoint, or one in bfloat16"
+            "AWQ, compressed-tensors), in nvfp4 and mxfp4, and in fp8 where activations have "
+            "scales of their own, all of a layer alike: take such a checkpoint, or one in bfloat16"
         )
     return LinearMatrices(fp8)
+
+
+def _are_fp4(parts: Sequence[LinearWeight]) -> bool:
+    """Whether all are in nvfp4, or all in mxfp4, and round their inputs or all do not."""
+    first = parts[0]
+    return isinstance(first, Fp4Weight) and all(
+        isinstance(each, Fp4Weight)
+        and (each.outer is None, each.rounds) == (first.outer is None, first.rounds)
+        for each in parts
+    )
 
 
 def _is_integer(part: LinearWeight) -> bool:

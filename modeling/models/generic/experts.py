@@ -29,6 +29,7 @@ from modeling.adapters.experts import (
 from modeling.adapters.product import ExpertDeltas, TokenGroup
 from modeling.adapters.projection import ModulePosition, Projection
 from modeling.models.generic.cuts import CutPlan
+from modeling.models.generic.fp4_experts import Fp4Matrices
 from modeling.models.generic.fused_experts import ExpertKernels, FusedExperts
 from modeling.models.generic.fused_stored import StoredKernels, stored_kernels
 from modeling.models.generic.integer_experts import IntegerMatrices
@@ -39,7 +40,12 @@ from modeling.models.generic.routed_projections import (
     routers,
 )
 from modeling.models.generic.step import CurrentStep
-from modeling.models.generic.stored_experts import has_stored, inputs_of
+from modeling.models.generic.stored_experts import (
+    LinearMatrices,
+    StoredMatrices,
+    has_stored,
+    inputs_of,
+)
 from sharding.group import TensorParallel
 from sharding.slicing import spread_experts
 
@@ -56,13 +62,12 @@ ON_GPUS = frozenset(
 """Types that take adapters of experts and routers on a GPU, where they were compared; kernels
 multiply them in bfloat16."""
 
-DELTAS_OF_STORED = frozenset(
-    ("deepseek_v3", "glm4_moe", "gpt_oss", "minimax_m2", "mixtral", "qwen3_moe")
-)
-"""Types of which they multiply those of experts that a checkpoint quantised, not in integers."""
-
-DELTAS_OF_INTEGERS = frozenset(("deepseek_v3", "glm4_moe", "mixtral", "qwen3_moe"))
-"""The same of experts in integers."""
+DELTAS_OF_STORED: dict[type[StoredMatrices], frozenset[str]] = {
+    Fp4Matrices: frozenset(("deepseek_v3", "gpt_oss", "qwen3_moe")),
+    IntegerMatrices: frozenset(("deepseek_v3", "glm4_moe", "mixtral", "qwen3_moe")),
+    LinearMatrices: frozenset(("deepseek_v3", "glm4_moe", "minimax_m2", "mixtral", "qwen3_moe")),
+}
+"""Types of which they multiply those of experts that a checkpoint quantised, by the form."""
 
 SPREAD_ON_GPUS = frozenset(("qwen3_moe",))
 """Types of which ranks may have whole experts on GPUs, where they were compared in float32 and in
@@ -168,10 +173,13 @@ class RoutedLayers:
     @property
     def have_kernels(self) -> bool:
         """Whether kernels can multiply adapters of experts, once the weights were read."""
-        compared = DELTAS_OF_STORED if self._are_stored else ON_GPUS
-        if any(has_stored(each.module, IntegerMatrices) for each in self._experts):
-            compared = DELTAS_OF_INTEGERS
-        return self.on_gpus and self._model_type in compared
+        forms = [
+            types
+            for form, types in DELTAS_OF_STORED.items()
+            if any(has_stored(each.module, form) for each in self._experts)
+        ]
+        are_compared = all(self._model_type in types for types in forms or (ON_GPUS,))
+        return self.on_gpus and are_compared
 
     @property
     def _are_stored(self) -> bool:
@@ -252,11 +260,7 @@ def _experts_adapted(
     adapters = route(groups, ids, pairs)
 
     def product(x: Tensor, parameter: str, which: str) -> Tensor:
-        weight = getattr(module, parameter)
-        weight = weight if module.is_transposed else weight.transpose(1, 2)
-        y = grouped_product(inputs_of(module, parameter, x), weight, pairs.ends)
-        if module.has_bias:
-            y += getattr(module, f"{parameter}_bias")[of_pairs.clamp(max=count - 1)]
+        y = _base_product(module, parameter, x, of_pairs.clamp(max=count - 1), pairs.ends)
         for target in layer.targets[which]:
             for adapter in adapters:
                 adapter.add(y, x, target.projection, layer.layer, target.offset)
@@ -278,6 +282,22 @@ def _experts_adapted(
     # In the order of the tokens, so that a token's sum does not depend on its neighbours.
     summed = torch.empty_like(out).index_copy_(0, pairs.rows, out)
     return summed.view(*top_k_index.shape, -1).sum(1).to(hidden_states.dtype)
+
+
+def _base_product(module: Any, parameter: str, x: Tensor, experts: Tensor, ends: Tensor) -> Tensor:
+    """Multiply rows of x with their experts' matrices, and add the biases, but no adapters.
+
+    experts: int64, of the rows. ends: see `grouped_product`.
+    """
+    weight = getattr(module, parameter)
+    weight = weight if module.is_transposed else weight.transpose(1, 2)
+    inputs = inputs_of(module, parameter, x, experts)
+    parts = zip(inputs, weight.chunk(len(inputs), 2), strict=True)
+    made = [grouped_product(part, own, ends) for part, own in parts]
+    y = made[0] if len(made) == 1 else torch.cat(made, 1)
+    if module.has_bias:
+        y += getattr(module, f"{parameter}_bias")[experts]
+    return y
 
 
 def _is_plain(

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from configs.architectures.base import ArchitectureError
 from modeling.adapters.product import ExpertDeltas
 from modeling.models.generic.comparing import same
-from modeling.models.generic.fused_experts import HALF, is_silu
+from modeling.models.generic.fp4_experts import Fp4Matrices
+from modeling.models.generic.fused_experts import is_silu
 from modeling.models.generic.integer_experts import LEAST, IntegerMatrices
-from modeling.models.generic.stored_experts import LinearMatrices, Mxfp4Matrices
+from modeling.models.generic.stored_experts import LinearMatrices
 
 if TYPE_CHECKING:
     from modeling.layers.kernels.stored_weights import Gate, StoredWeight
@@ -109,17 +110,14 @@ def _weight(module: Any, name: str) -> "StoredWeight":
 
     stored: nn.Module | None = getattr(module, f"{name}_stored", None)
     bias: Tensor | None = getattr(module, f"{name}_bias") if module.has_bias else None
-    integers: dict[str, Any] = {}
-    if isinstance(stored, Mxfp4Matrices):
-        codes, scales = stored.pack()
-        shape = codes.shape[2], stored.inputs_of_output
-    elif isinstance(stored, LinearMatrices):
+    fields: dict[str, Any] = {}
+    if isinstance(stored, LinearMatrices):
         codes, scales = stored.stack()
         shape = codes.shape[1], codes.shape[2]
-    elif isinstance(stored, IntegerMatrices):
+    elif isinstance(stored, IntegerMatrices | Fp4Matrices):
         codes, scales = stored.codes.data, stored.scales.data
         shape = codes.shape[2], stored.inputs_of_output
-        integers = integer_fields(stored)
+        fields = stored.kernel_fields()
     else:
         raise ArchitectureError(f"{name}: a checkpoint quantises all of an expert's maps, or none")
     if any(size % LEAST for size in shape):
@@ -127,16 +125,4 @@ def _weight(module: Any, name: str) -> "StoredWeight":
             f"{name}: GPUs multiply quantised experts of sizes that are multiples of {LEAST}, not "
             f"{shape}: take a checkpoint in bfloat16"
         )
-    return StoredWeight(codes, scales, bias, shape, **integers)
-
-
-def integer_fields(stored: IntegerMatrices) -> dict[str, Any]:
-    """Return what a `StoredWeight` of integers has besides; ArchitectureError without kernels."""
-    if stored.dtype not in HALF:
-        raise ArchitectureError(
-            f"experts in {stored.form}: GPUs multiply them in half precision, not in "
-            f"{stored.dtype}: set model.dtype to bfloat16 or float16"
-        )
-    beside = {"zeros": stored.zeros, "order": stored.order}
-    tensors = {name: None if each is None else each.data for name, each in beside.items()}
-    return {"group": stored.kernel_group(), "middle": stored.middle, **tensors}
+    return StoredWeight(codes, scales, bias, shape, **fields)

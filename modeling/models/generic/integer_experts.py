@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from math import gcd
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from configs.architectures.base import ArchitectureError
+from modeling.models.generic.fused_experts import HALF
 from modeling.models.generic.stored_experts import StoredMatrices, kept
 from modeling.quantisation.integers import IntegerWeight, pack, unpack
 
@@ -53,7 +55,18 @@ class IntegerMatrices(StoredMatrices):
         """[experts, out, in]."""
         return torch.stack([self._matrix(expert) for expert in range(len(self.codes))])
 
-    def kernel_group(self) -> int:
+    def kernel_fields(self) -> dict[str, Any]:
+        """Return what a `StoredWeight` has besides; ArchitectureError where no kernel takes it."""
+        if self.dtype not in HALF:
+            raise ArchitectureError(
+                f"experts in {self.form}: GPUs multiply them in half precision, not in "
+                f"{self.dtype}: set model.dtype to bfloat16 or float16"
+            )
+        beside = {"zeros": self.zeros, "order": self.order}
+        tensors = {name: None if each is None else each.data for name, each in beside.items()}
+        return {"group": self._kernel_group(), "middle": self.middle, **tensors}
+
+    def _kernel_group(self) -> int:
         """Return the inputs of a group as kernels take it; ArchitectureError where none does."""
         if self.scales.shape[1] == 1:
             return -(-self.inputs_of_output // CHUNK) * CHUNK

@@ -11,13 +11,9 @@ from transformers import PreTrainedModel
 
 from modeling.models.generic.cuts import CutPlan
 from modeling.models.generic.expert_linears import read_dummies, read_linears
+from modeling.models.generic.fp4_experts import is_stored, read_stored
 from modeling.models.generic.names import SourceNames
-from modeling.models.generic.stored_experts import (
-    StoredMatrices,
-    is_stored,
-    keep_stored,
-    read_stored,
-)
+from modeling.models.generic.stored_experts import StoredMatrices, keep_stored
 from sharding.group import TensorParallel
 from sharding.loader import Weights
 from sharding.slicing import Segments, whole

@@ -72,26 +72,29 @@ def _by_group(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _to_fp4(
-    x: "Pointer", global_scale: "Pointer", y: "Pointer", most: float, smallest: float,
-    groups: tl.constexpr, height: tl.constexpr, size: tl.constexpr,
-    HAS_GLOBAL_SCALE: tl.constexpr, PDL: tl.constexpr,
+    x: "Pointer", global_scale: "Pointer", experts: "Pointer", y: "Pointer",
+    most: float, smallest: float,
+    groups: tl.constexpr, height: tl.constexpr, size: tl.constexpr, repeats: tl.constexpr,
+    HAS_GLOBAL_SCALE: tl.constexpr, HAS_EXPERTS: tl.constexpr, PDL: tl.constexpr,
 ) -> None:
     """y = x rounded to e2m1 by the scales of `height` groups of `size` numbers of one row.
 
     most: of e4m3. smallest: the scale of zeros. Without `global_scale` scales are powers of two.
+    repeats: rows of y of one row of x. HAS_EXPERTS: `global_scale` is of the experts of y's rows.
     """
     if PDL:
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * height + tl.arange(0, height)
-    place = row * groups * size + group[:, None] * size + tl.arange(0, size)[None, :]
+    place = group[:, None] * size + tl.arange(0, size)[None, :]
     inside = (place >= 0) & (group < groups)[:, None]
     if PDL:
         gdc_wait()
-    values = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+    own = x + row // repeats * (groups * size) + place
+    values = tl.load(own, mask=inside, other=0.0).to(tl.float32)
     largest = tl.max(tl.abs(values), axis=1)
     if HAS_GLOBAL_SCALE:
-        number = tl.load(global_scale)
+        number = tl.load(global_scale + tl.load(experts + row) if HAS_EXPERTS else global_scale)
         # Divided in the type of the numbers.
         sixth = tl.div_rn(largest, tl.full([height], 6.0, tl.float32))
         wanted = sixth.to(x.dtype.element_ty).to(tl.float32) * number
@@ -112,7 +115,7 @@ def _to_fp4(
     step = tl.where(amount < 2, 0.5, tl.where(amount < 4, 1.0, 2.0))
     inverse = tl.where(amount < 2, 2.0, tl.where(amount < 4, 1.0, 0.5))
     found = nearest(quotients * inverse) * step * scale[:, None]
-    tl.store(y + place, found.to(y.dtype.element_ty), mask=inside)
+    tl.store(y + row * (groups * size) + place, found.to(y.dtype.element_ty), mask=inside)
 
 
 # fmt: on
@@ -164,20 +167,31 @@ def by_group(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
     return codes, scales.t()
 
 
-def to_fp4(x: Tensor, size: int, global_scale: Tensor | None) -> Tensor:
-    """`fp4.rounded` of a contiguous x on a GPU."""
-    rows, groups = x.shape[0], x.shape[1] // size
-    y = torch.empty_like(x)
+def to_fp4(
+    x: Tensor, size: int, global_scale: Tensor | None, experts: Tensor | None = None
+) -> Tensor:
+    """`fp4.rounded` of a contiguous x on a GPU.
+
+    experts: contiguous [rows, experts of one], of x's rows; where they are given `global_scale` is
+    each expert's, and the result has a row for each of a row's experts.
+    """
+    groups = x.shape[1] // size
+    rows = len(x) if experts is None else experts.numel()
+    y = x.new_empty(rows, x.shape[1])
     if not rows:
         return y
     height = min(triton.next_power_of_2(groups), 64)
     dependent = has_dependent_launch(x.device)
+    beside = [x if each is None else each for each in (global_scale, experts)]
+    tensors, kinds = [x, *beside, y], [each.dtype for each in beside]
+    constants = {"groups": groups, "height": height, "size": size, "repeats": rows // len(x)}
+    constants |= {"HAS_GLOBAL_SCALE": global_scale is not None, "HAS_EXPERTS": experts is not None}
+    constants |= {"PDL": dependent}
     _fp4(
-        (x.device, x.dtype, groups, size, global_scale is None, aligned(x, y)),
+        (x.device, x.dtype, *kinds, *constants.values(), aligned(*tensors)),
         (rows, -(-groups // height)),
-        (x, x if global_scale is None else global_scale, y, LARGEST, SMALLEST_FP4),
-        {"groups": groups, "height": height, "size": size,
-         "HAS_GLOBAL_SCALE": global_scale is not None, "PDL": dependent},
+        (*tensors, LARGEST, SMALLEST_FP4),
+        constants,
         {"num_warps": 4, **launch_options(dependent)},
-    )  # fmt: skip
+    )
     return y

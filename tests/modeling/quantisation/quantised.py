@@ -5,15 +5,19 @@ are cut over ranks each rank rounds its own; the oracle is then told to round th
 by the package's function too.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from compressed_tensors.quantization import QuantizationStatus, preset_name_to_scheme
 from compressed_tensors.quantization.lifecycle.forward import forward_quantize
 from peft import PeftModel
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from configs.model import ModelConfig, Quantize
 from tests.checkpoints import load_oracle, oracle_answer
@@ -30,6 +34,9 @@ ROW_PARALLEL = ("o_proj", "down_proj")
 Rounding = Callable[[nn.Module, Tensor], Tensor]
 """From a module and some of its inputs to these as they count in its product."""
 
+RoundingOfExperts = Callable[[str, int, Tensor], Sequence[Tensor]]
+"""See `RoundedProducts`."""
+
 
 def as_stored(module: Any, x: Tensor) -> Tensor:
     """Round as the package does for the module."""
@@ -37,6 +44,57 @@ def as_stored(module: Any, x: Tensor) -> Tensor:
         module, x, "input", module.quantization_scheme.input_activations
     )
     return rounded
+
+
+def as_the_package(preset: str, whole: Tensor | None, x: Tensor) -> Tensor:
+    """Round activations as compressed-tensors does in a scheme; whole: nvfp4's global scale."""
+    args = preset_name_to_scheme(preset, ["Linear"]).input_activations
+    module: Any = SimpleNamespace(
+        quantization_status=QuantizationStatus.INITIALIZED, input_global_scale=whole
+    )
+    assert args is not None
+    found: Tensor = forward_quantize(module, x, "input", args)
+    return found
+
+
+class RoundedProducts(TorchFunctionMode):
+    """Rounds what enters the products of experts, but not what enters an adapter's.
+
+    bases: the matrices without an adapter, [experts, out, in], by name. rounding: from a name, an
+    expert and x to x as it counts with each of the maps below each other.
+    """
+
+    def __init__(self, bases: Mapping[str, Tensor], rounding: RoundingOfExperts) -> None:
+        super().__init__()
+        self._bases = {base.shape[1:]: (name, base) for name, base in bases.items()}
+        self._rounding = rounding
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is not F.linear:
+            return func(*args, **(kwargs or {}))
+        # PEFT adds an adapter to the matrix: the nearest base is the one that it was added to.
+        x, matrix = args
+        name, bases = self._bases[matrix.shape]
+        expert = int((bases - matrix).flatten(1).norm(dim=1).argmin())
+        inputs, base = self._rounding(name, expert, x), bases[expert]
+        pairs = zip(inputs, base.chunk(len(inputs)), strict=True)
+        made = torch.cat([part @ own.t() for part, own in pairs], dim=-1)
+        return made + x @ (matrix - base).t()
+
+
+def round_experts(module: Any, rounding: RoundingOfExperts) -> None:
+    """Let transformers' experts round their inputs."""
+    names = ("gate_up_proj", "down_proj")
+    bases = {name: getattr(module, name).detach().clone() for name in names}
+    forward = module.forward
+
+    def rounded(*args: Any, **options: Any) -> Any:
+        with RoundedProducts(bases, rounding):
+            return forward(*args, **options)
+
+    module.forward = rounded
 
 
 def decompressed(folder: Path) -> Any:

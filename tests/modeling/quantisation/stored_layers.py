@@ -1,6 +1,7 @@
 """One layer's experts in each stored form, of random numbers, and the equation of one expert."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -8,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from modeling.models.generic.fused_stored import integer_fields
+from modeling.models.generic.fp4_experts import Fp4Matrices
 from modeling.models.generic.integer_experts import IntegerMatrices
-from modeling.quantisation import mxfp4
 from modeling.quantisation.activations import FP8, rounded_by_group
+from modeling.quantisation.fp4 import MXFP4, NVFP4, rounded
 from modeling.quantisation.integers import IntegerWeight, local_groups
 
 Layer = tuple[Any, Any, Any, Callable[..., Tensor]]
@@ -32,18 +33,72 @@ INTEGERS: dict[str, dict[str, Any]] = {
 """What `integer_weights` makes."""
 
 
-def layer_mxfp4(hidden: int, inner: int, count: int) -> Layer:
-    """up, down, gate, and the equation of one expert in float32, like gpt-oss'."""
-    from modeling.layers.kernels.stored_weights import Gate, StoredWeight
+def fp4_weights(
+    count: int,
+    shape: tuple[int, int],
+    size: int,
+    rounds: bool = False,
+    device: str = "cuda",
+    alike: bool = False,
+) -> tuple[Any, Tensor]:
+    """A `StoredWeight` of so many experts in nvfp4 or mxfp4, and its numbers in float32.
+
+    An expert of nvfp4 has two maps below each other. The numbers are exact in bfloat16, so that
+    what kernels make of them, unrounded, is the same. alike: whether experts round their inputs
+    alike.
+    """
+    from modeling.layers.kernels.stored_weights import StoredWeight
+
+    of_groups = count, shape[0], shape[1] // size
+    codes = torch.randint(0, 16, (count, *shape), device=device).byte()
+    if size == MXFP4:
+        scales, outer, inputs = torch.randint(118, 122, of_groups, device=device).byte(), None, None
+    else:
+        scales = torch.randint(40, 80, of_groups, device=device).byte()
+        outer = torch.exp2(torch.randint(-9, -6, (count, 2), device=device).double())
+        inputs = torch.rand(count, 1, device=device).mul(800).add(100) if rounds else None
+        if inputs is not None and alike:
+            inputs[:] = inputs[0]
+    pairs = zip(codes, scales, strict=True)
+    stored = Fp4Matrices(pairs, torch.bfloat16, outer, rounds, inputs)
+    fields = stored.kernel_fields()
+    own = StoredWeight(stored.codes.data, stored.scales.data, None, shape, **fields)
+    return own, stored.numbers().float()
+
+
+def inputs_of(weight: Any, x: Tensor, expert: int) -> Tensor:
+    """x as it counts in the product with an expert, by the reference."""
+    if not weight.rounds:
+        return x
+    scales = weight.input_scales
+    if weight.rounds_by_expert:
+        scales = scales[expert : expert + 1]
+    return rounded(x, weight.size, scales)
+
+
+def layer_fp4(size: int, rounds: bool, hidden: int, inner: int, count: int) -> Layer:
+    """up, down, gate, and the equation of one expert in float32, like Qwen3-MoE's."""
+    from modeling.layers.kernels.stored_weights import Gate
+
+    up, up_numbers = fp4_weights(count, (2 * inner, hidden), size, rounds)
+    down, down_numbers = fp4_weights(count, (hidden, inner), size, rounds)
+
+    def expert(x: Tensor, number: int, deltas: Deltas = NO_DELTAS) -> Tensor:
+        y = inputs_of(up, x.bfloat16(), number).float() @ up_numbers[number].T + deltas[0](x)
+        found = (F.silu(y[:, :inner]) * y[:, inner:]).bfloat16()
+        own = inputs_of(down, found, number).float()
+        return F.linear(own, down_numbers[number]) + deltas[1](found.float())
+
+    return up, down, Gate(), expert
+
+
+def layer_gpt_oss(hidden: int, inner: int, count: int) -> Layer:
+    """The same in mxfp4, like gpt-oss'."""
+    from modeling.layers.kernels.stored_weights import Gate
 
     def weight(out: int, wide: int) -> tuple[Any, Tensor]:
-        codes = torch.randint(0, 256, (count, out, wide // 32, 16), device="cuda").byte()
-        scales = torch.randint(118, 122, (count, out, wide // 32), device="cuda").byte()
-        numbers = mxfp4.numbers(codes, scales, torch.float32)
-        packed = [mxfp4.pack(*each) for each in zip(codes, scales, strict=True)]
-        words, powers = (torch.stack(each) for each in zip(*packed, strict=True))
-        bias = torch.randn(count, out, device="cuda").bfloat16()
-        return StoredWeight(words, powers, bias, (out, wide)), numbers
+        own, numbers = fp4_weights(count, (out, wide), MXFP4)
+        return replace(own, bias=torch.randn(count, out, device="cuda").bfloat16()), numbers
 
     (up, up_numbers), (down, down_numbers) = weight(2 * inner, hidden), weight(hidden, inner)
 
@@ -110,7 +165,7 @@ def integer_weights(
 
     form = (group, zero_points, ordered, dtype, device)
     stored = IntegerMatrices([[random_integers(shape, *form)] for _ in range(count)])
-    fields = integer_fields(stored)
+    fields = stored.kernel_fields()
     own = StoredWeight(stored.codes.data, stored.scales.data, None, shape, **fields)
     return own, stored.numbers().float()
 
@@ -137,7 +192,11 @@ def dtype_of(weight: Any) -> torch.dtype:
 
 
 LAYERS: dict[str, Callable[[int, int, int], Layer]] = {
-    "mxfp4": layer_mxfp4,
+    "gpt-oss": layer_gpt_oss,
+    "nvfp4": partial(layer_fp4, NVFP4, True),
+    "nvfp4, weights alone": partial(layer_fp4, NVFP4, False),
+    "mxfp4": partial(layer_fp4, MXFP4, True),
+    "mxfp4, weights alone": partial(layer_fp4, MXFP4, False),
     "fp8": layer_fp8,
     **{form: partial(layer_integers, form) for form in INTEGERS},
 }

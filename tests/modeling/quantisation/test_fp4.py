@@ -9,13 +9,10 @@ import json
 import shutil
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from compressed_tensors.quantization import QuantizationStatus, preset_name_to_scheme
-from compressed_tensors.quantization.lifecycle.forward import forward_quantize
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -29,7 +26,7 @@ from sharding.linear_weight import LinearPart
 from tests.checkpoints import AdapterRecipe, load_oracle, write_adapter, write_llama
 from tests.checkpoints_generic import write_generic
 from tests.checkpoints_quantised import write_compressed
-from tests.modeling.quantisation.quantised import answers, compare
+from tests.modeling.quantisation.quantised import answers, as_the_package, compare
 from tests.modeling.quantisation.test_packed import CHECKPOINTS, SIZES, read
 from tests.sweeps import swept, swept_rows
 
@@ -105,17 +102,6 @@ def as_exported(folder: Path, dense: Path) -> Any:
 
 def _beside(name: str, mark: str) -> str:
     return f"{name.removesuffix('weight')}{mark}"
-
-
-def as_the_package(preset: str, whole: Tensor | None, x: Tensor) -> Tensor:
-    """Round activations as compressed-tensors does in a scheme."""
-    args = preset_name_to_scheme(preset, ["Linear"]).input_activations
-    module: Any = SimpleNamespace(
-        quantization_status=QuantizationStatus.INITIALIZED, input_global_scale=whole
-    )
-    assert args is not None
-    found: Tensor = forward_quantize(module, x, "input", args)
-    return found
 
 
 EXPORTS = ("modelopt_nvfp4", "modelopt_nvfp4_weights", "modelopt_fp8")
@@ -213,28 +199,6 @@ def test_random_weights_are_rounded_too(dense: Path, tmp_path: Path, preset: str
     stored = write_compressed(tmp_path / "stored", dense, preset)
     (found,) = answers(stored, [], 2, [[1, 2, 3]], load_format=LoadFormat.DUMMY)
     assert len(found) == 8
-
-
-def test_experts_of_four_bits_are_refused_by_name(tmp_path: Path) -> None:
-    dense = write_generic(tmp_path / "dense", "qwen3_moe", moe_intermediate_size=32)
-    tensors = load_file(dense / "model.safetensors")
-    settings = json.loads((dense / "config.json").read_text())
-    scheme = preset_name_to_scheme("NVFP4A16", ["Linear"]).model_dump(mode="json")
-    settings["quantization_config"] = {
-        "quant_method": "compressed-tensors", "config_groups": {"group_0": scheme},
-    }  # fmt: skip
-    stored = tmp_path / "stored"
-    shutil.copytree(dense, stored)
-    (stored / "config.json").write_text(json.dumps(settings))
-    for name in [name for name in tensors if ".experts." in name]:
-        matrix, path = tensors.pop(name), name.removesuffix("weight")
-        tensors[f"{path}weight_packed"] = torch.zeros(len(matrix), matrix.shape[1] // 2).byte()
-        scales = torch.ones(len(matrix), matrix.shape[1] // NVFP4)
-        tensors[f"{path}weight_scale"] = scales.to(torch.float8_e4m3fn)
-        tensors[f"{path}weight_global_scale"] = torch.ones(1)
-    save_file(tensors, stored / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ArchitectureError, match=r"experts in nvfp4: those in integers"):
-        answers(stored, [], 1, [[1, 2]])
 
 
 def test_older_exports_say_it_in_a_file_beside(tmp_path: Path) -> None:

@@ -3,8 +3,6 @@
 The oracle rounds what enters each quantised map by the formula of the format.
 """
 
-from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from modeling.runner.loading import load_model
 from sharding.group import LoneRank
@@ -22,7 +18,7 @@ from tests.checkpoints_experts import EXPERT_ADAPTERS
 from tests.checkpoints_generic import write_generic
 from tests.checkpoints_quantised import write_fp8_blocks
 from tests.modeling.parity.comparison import engine_config
-from tests.modeling.quantisation.quantised import compare
+from tests.modeling.quantisation.quantised import compare, round_experts
 from tests.sweeps import swept
 
 # PEFT looks for patterns of parameters among modules, and warns that it found none.
@@ -41,41 +37,13 @@ def rounded(x: Tensor) -> Tensor:
     return found.flatten(-2)
 
 
-class RoundedProducts(TorchFunctionMode):
-    """Rounds what enters the products of experts, but not what enters an adapter's.
-
-    bases: the matrices without an adapter, [experts, out, in].
-    """
-
-    def __init__(self, bases: Sequence[Tensor]) -> None:
-        super().__init__()
-        self._bases = {base.shape[1:]: base for base in bases}
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func is not F.linear:
-            return func(*args, **(kwargs or {}))
-        # PEFT adds an adapter to the matrix: the nearest base is the one that it was added to.
-        x, matrix = args
-        bases = self._bases[matrix.shape]
-        base = bases[int((bases - matrix).flatten(1).norm(dim=1).argmin())]
-        return rounded(x) @ base.t() + x @ (matrix - base).t()
-
-
-def forward_rounded(bases: Sequence[Tensor], forward: Any, *args: Any, **options: Any) -> Any:
-    with RoundedProducts(bases):
-        return forward(*args, **options)
-
-
 def rounding_oracle(numbers: Path, quantised: set[str]) -> Any:
     """transformers' model of the numbers, whose quantised maps and experts round their inputs."""
     model = load_oracle(numbers)
     model.set_experts_implementation("eager")
     for name, module in model.named_modules():
         if name.endswith(".experts"):
-            bases = [each.detach().clone() for each in (module.gate_up_proj, module.down_proj)]
-            module.forward = partial(forward_rounded, bases, module.forward)
+            round_experts(module, lambda name, expert, x: (rounded(x),))
         elif isinstance(module, nn.Linear) and f"{name}.weight" in quantised:
             module.register_forward_pre_hook(lambda _, given: (rounded(given[0]),))
     return model

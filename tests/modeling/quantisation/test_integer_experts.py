@@ -14,6 +14,7 @@ from benchmarks.stored import mark_stored
 from configs.architectures.base import ArchitectureError
 from configs.model import DType, LoadFormat, ModelConfig
 from modeling.models.generic import experts
+from modeling.models.generic.integer_experts import IntegerMatrices
 from modeling.runner.loading import load_model
 from sharding.group import LoneRank, SingleRank
 from tests.checkpoints import load_oracle, write_adapter
@@ -136,7 +137,7 @@ def test_steps_on_gpus_are_captured_and_adapters_of_experts_taken_where_compared
     assert model.capturable
     assert model.adapts_experts_on_gpus
     assert not loaded(DType.FLOAT32).adapts_experts_on_gpus
-    monkeypatch.setattr(experts, "DELTAS_OF_INTEGERS", frozenset())
+    monkeypatch.setattr(experts, "DELTAS_OF_STORED", {IntegerMatrices: frozenset()})
     model = loaded(DType.BFLOAT16)
     assert not model.adapts_experts_on_gpus
     assert not model.has_expert_kernels

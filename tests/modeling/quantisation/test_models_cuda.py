@@ -6,6 +6,7 @@ decode steps. Each test prints its figures.
 """
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -113,7 +114,11 @@ def as_rounded_int8(name: str, matrix: Tensor) -> Tensors:
 
 
 def as_nvfp4(name: str, matrix: Tensor) -> Tensors:
-    """nvfp4 as compressed-tensors has it; its number of the inputs is of numbers up to 7."""
+    """nvfp4 as compressed-tensors has it; numbers of inputs are of numbers up to 7, or 4.
+
+    Experts have different ones.
+    """
+    expert = re.search(r"experts\.(\d+)", name)
     made = round_fp4(matrix, NVFP4, rounds=True)
     assert made.input_global_scale is not None
     codes, scales = made.unpacked(slice(None)), made.scales.t() * made.input_global_scale
@@ -121,7 +126,7 @@ def as_nvfp4(name: str, matrix: Tensor) -> Tensors:
         f"{name}.weight_packed": codes[:, 0::2] | codes[:, 1::2] << 4,
         f"{name}.weight_scale": scales.to(torch.float8_e4m3fn),
         f"{name}.weight_global_scale": made.input_global_scale.data,
-        f"{name}.input_global_scale": torch.tensor([400.0]),
+        f"{name}.input_global_scale": torch.tensor([400.0 + 40 * int(expert[1] if expert else 0)]),
     }
 
 

@@ -14,7 +14,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from configs.architectures.base import ArchitectureError
 from configs.model import DType, ModelConfig
 from modeling.models.generic.experts import RoutedLayers
-from modeling.models.generic.stored_experts import Mxfp4Matrices
+from modeling.models.generic.fp4_experts import Fp4Matrices
 from modeling.runner.loading import load_model
 from sharding.group import LoneRank, SingleRank
 from tests.checkpoints import load_oracle, write_adapter
@@ -75,7 +75,8 @@ def test_tokens_with_adapters_of_experts(made: Path, ranks: int) -> None:
 
 
 def test_numbers_are_made_for_each_product(made: Path) -> None:
-    """A rank keeps 4.25 bits of each, and what it makes of them is transformers' own."""
+    """A rank keeps 4.25 bits of each, of inputs in whole chunks of 128, and what it makes of them
+    is transformers' own."""
     loaded = load_model(engine_config(made / "stored"), SingleRank(), torch.device("cpu"))
     model: Any = loaded.model
     wanted: Any = load_oracle(made / "numbers")
@@ -87,7 +88,8 @@ def test_numbers_are_made_for_each_product(made: Path) -> None:
                 numbers = getattr(module, each)
                 assert torch.equal(getattr(own, each), numbers)
                 kept = sum(p.nbytes for p in getattr(own, f"{each}_stored").parameters())
-                assert kept == numbers.numel() * 17 // 32
+                experts, inputs, outputs = numbers.shape
+                assert kept == experts * outputs * -(-inputs // 128) * 128 * 17 // 32
                 total += kept
     assert loaded.weight_forms["mxfp4"] == total
 
@@ -127,15 +129,18 @@ def test_whole_experts_in_mxfp4_are_refused_on_gpus(
         load_model(config, LoneRank(0, 2), torch.device("cpu"))
 
 
+def matrices(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Fp4Matrices:
+    """Put together codes, uint8 [experts, out, in], and scales [experts, out, in / 32]."""
+    return Fp4Matrices(zip(codes, scales, strict=True), dtype)
+
+
 @pytest.mark.parametrize("inputs", [64, 96, 128, 224])
 def test_kernels_read_the_same_numbers(inputs: int) -> None:
-    """By masks and a factor, as modeling/layers/kernels/mxfp4_experts.py makes them."""
-    codes = torch.randint(0, 256, (2, 6, inputs // 32, 16), dtype=torch.uint8)
-    scales = torch.randint(1, 129, codes.shape[:3], dtype=torch.uint8)
-    stored = Mxfp4Matrices(codes, scales, torch.bfloat16)
-    numbers = stored.numbers()
-    words, powers = stored.pack()
-    assert torch.equal(stored.numbers(), numbers)
+    """By masks and a factor, as modeling/layers/kernels/fp4_experts.py makes them."""
+    codes = torch.randint(0, 16, (2, 6, inputs), dtype=torch.uint8)
+    scales = torch.randint(1, 129, (2, 6, inputs // 32), dtype=torch.uint8)
+    stored = matrices(codes, scales, torch.bfloat16)
+    words, powers = stored.codes.data, stored.scales.data[:, :, 0]
     made = []
     for place in range(4):
         bits = words.int() & 0xFFFF
@@ -146,12 +151,12 @@ def test_kernels_read_the_same_numbers(inputs: int) -> None:
         found = torch.where(parts > 0x7FFF, parts - 0x10000, parts).short().view(torch.bfloat16)
         made.append(found.double() * factors.double()[..., None])
     own = torch.stack(made, 3).permute(0, 2, 1, 3, 4).flatten(2)[..., :inputs]
-    assert torch.equal(own, numbers.transpose(1, 2).double())
+    assert torch.equal(own, stored.numbers().double())
 
 
 def test_numbers_that_kernels_do_not_make_are_refused() -> None:
-    codes = torch.zeros(1, 2, 1, 16, dtype=torch.uint8)
+    codes = torch.zeros(1, 2, 32, dtype=torch.uint8)
     for scale, dtype in ((129, torch.bfloat16), (120, torch.float16)):
-        stored = Mxfp4Matrices(codes, torch.full((1, 2, 1), scale).byte(), dtype)
+        stored = matrices(codes, torch.full((1, 2, 1), scale).byte(), dtype)
         with pytest.raises(ArchitectureError, match="GPUs multiply them in bfloat16"):
-            stored.pack()
+            stored.kernel_fields()

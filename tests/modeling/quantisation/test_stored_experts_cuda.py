@@ -23,28 +23,34 @@ from configs.architectures.base import ArchitectureError
 from configs.engine import CacheConfig, Device, EngineConfig, LimitsConfig
 from configs.model import DType, ModelConfig
 from modeling.models.generic import experts
+from modeling.models.generic.fp4_experts import Fp4Matrices
+from modeling.models.generic.integer_experts import IntegerMatrices
+from modeling.models.generic.stored_experts import LinearMatrices, StoredMatrices
 from modeling.runner.loading import load_model
 from sharding.group import SingleRank
 from tests.checkpoints import AdapterRecipe, write_adapter
 from tests.checkpoints_generic import SHAPE, VOCAB_SIZE
 from tests.modeling.parity.comparison import NUM_BLOCKS, engine_config
 from tests.modeling.quantisation.stored_layers import LAYERS, NO_DELTAS, Deltas, Layer, dtype_of
-from tests.modeling.quantisation.test_models_cuda import as_blocks, as_gptq
+from tests.modeling.quantisation.test_models_cuda import FORMS
 from tests.modeling.quantisation.whole_models import Task, compare
 from tests.modeling.teacher import TOGETHER
 
 pytestmark = pytest.mark.gpu
 
-BOUND = dict.fromkeys(LAYERS, 5e-3) | {"fp8": 2.5e-2}
+ROUNDED = ("fp8", "nvfp4", "mxfp4")
+"""Forms that round activations too."""
+
+BOUND = dict.fromkeys(LAYERS, 5e-3) | dict.fromkeys(ROUNDED, 2.5e-2)
 """Of the difference's norm: inner columns and each pair's part are rounded to bfloat16. fp8's
 tensor cores add with fewer bits than float32 has, and of inner columns that are off by 1e-3 some
-round to the next number of fp8: 1.3e-2 in the equation. The largest on an H200 were 2.5e-3 in mxfp4
-and 1.35e-2."""
+round to the next number of fp8: 1.3e-2 in the equation. The largest on an H200 were 2.5e-3 of
+gpt-oss and 1.35e-2 in fp8; nvfp4 and other mxfp4 have not run there."""
 
 SIZES = [(2880, 2880, 8, 4), (192, 96, 5, 3), (256, 384, 16, 2), (64, 32, 3, 1)]
 """Hidden size, inner size, experts, experts of a token."""
 
-OFTEN = ("mxfp4", "fp8", "4 bits", "4 bits, groups of 32")
+OFTEN = ("gpt-oss", "fp8", "nvfp4", "mxfp4", "4 bits", "4 bits, groups of 32")
 
 CASES = [(form, sizes) for form in LAYERS for sizes in (SIZES if form in OFTEN else SIZES[2:3])]
 """Each case takes a compiler some seconds."""
@@ -252,13 +258,16 @@ SIZES_OF: dict[str, dict[str, Any]] = {
         "v_head_dim": 64,
     },
 }
+"""What they change of SHAPE; a type alone is in fp8 blocks, but for gpt-oss."""
 
 
 KINDS = (
     *SIZES_OF,
     *("qwen3_moe in 4 bits", "mixtral in 4 bits", "glm4_moe in 4 bits", "deepseek_v3 in 4 bits"),
+    *("qwen3_moe in nvfp4", "qwen3_moe in mxfp4", "qwen3_moe in weights in mxfp4"),
+    "deepseek_v3 in nvfp4",
 )
-"""Types in fp8, in mxfp4 or in integers."""
+"""A type alone is in fp8 blocks, but for gpt-oss, which is in mxfp4."""
 
 ALL_ACTIVE = {
     name: {"num_experts_per_tok": 8, **({"topk_group": 2} if "n_group" in sizes else {})}
@@ -271,6 +280,12 @@ these tiny models by so much that one choice is farther than all else."""
 def type_of(kind: str) -> str:
     """The model type."""
     return kind.partition(" ")[0]
+
+
+def matrices_of(kind: str) -> type[StoredMatrices]:
+    """What keeps the experts."""
+    is_fp4 = kind == "gpt_oss" or "fp4" in kind
+    return Fp4Matrices if is_fp4 else IntegerMatrices if "4 bits" in kind else LinearMatrices
 
 
 def write(folder: Path, kind: str, **changes: Any) -> tuple[Path, list[Path]]:
@@ -292,15 +307,8 @@ def write(folder: Path, kind: str, **changes: Any) -> tuple[Path, list[Path]]:
     recipe = replace(recipe, std=0.05, seed=5, extra=experts)
     adapters.append(write_adapter(folder / "experts", dense, recipe))
     tensors: dict[str, Tensor] = {}
-    method: dict[str, Any] = {
-        "quant_method": "fp8",
-        "weight_block_size": [128, 128],
-        "activation_scheme": "dynamic",
-        "modules_to_not_convert": ["lm_head"],
-    }
-    pack = as_blocks
-    if "4 bits" in kind:
-        pack, method = as_gptq, {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": False}
+    pack, method = FORMS[kind.partition(" in ")[2] or "fp8 in blocks"]
+    assert pack is not None
     for name, tensor in load_file(dense / "model.safetensors").items():
         if kind == "gpt_oss" and name.endswith(("gate_up_proj", "down_proj")):
             count, inputs, outputs = tensor.shape
@@ -356,7 +364,7 @@ def test_mixtures(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_mixtures_adapted(kind: str, tmp_path: Path) -> None:
-    taken = experts.DELTAS_OF_INTEGERS if "4 bits" in kind else experts.DELTAS_OF_STORED
+    taken = experts.DELTAS_OF_STORED[matrices_of(kind)]
     assert type_of(kind) in taken, "not compared, though GPUs take such adapters"
     compare([task(tmp_path, kind, adapts_experts=True)], SingleRank(), torch.device("cuda"))
 

@@ -28,8 +28,9 @@ def test_it_compiles(hidden: int, inner: int, monkeypatch: pytest.MonkeyPatch) -
     def weight(outputs: int, inputs: int) -> Any:
         chunks = -(-inputs // 128)
         codes = torch.empty(4, chunks, outputs, 32, dtype=torch.int16)
-        scales = torch.empty(4, chunks, outputs, dtype=torch.int32)
-        return StoredWeight(codes, scales, torch.empty(4, outputs).bfloat16(), (outputs, inputs))
+        scales = torch.empty(4, chunks, 1, outputs, dtype=torch.int32)
+        bias = torch.empty(4, outputs).bfloat16()
+        return StoredWeight(codes, scales, bias, (outputs, inputs), 32)
 
     x = torch.empty(1, hidden, dtype=torch.bfloat16)
     ids, shares = torch.zeros(1, 2).long(), torch.empty(1, 2).bfloat16()

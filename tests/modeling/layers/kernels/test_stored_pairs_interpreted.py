@@ -5,14 +5,17 @@ assembly: what it does is written out here.
 """
 
 import os
+import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from modeling.quantisation import mxfp4
+from modeling.quantisation.fp4 import MXFP4
 from tests.modeling.attention.triton.test_interpreted import Interpreted
+from tests.modeling.quantisation.stored_layers import fp4_weights
 from tests.modeling.watched_memory import spoil_new_memory, watch_bounds
 
 pytestmark = pytest.mark.skipif(
@@ -22,17 +25,16 @@ pytestmark = pytest.mark.skipif(
 LIMIT, ALPHA = 7.0, 1.702
 
 
-def by_hand(words: Any, scales: Any, QUARTER: Any, ASM: Any) -> Any:
+def by_hand(words: Any, factors: Any, ASM: Any) -> Any:
     """The numbers of codes at one quarter, one by one."""
     import triton.language as tl
 
-    quarter = getattr(QUARTER, "value", QUARTER)
-    code = (words.to(tl.int32) >> (4 * quarter)) & 15
+    (shift,) = re.findall(r"shl\.b32 s, \$1, (\d+);", getattr(ASM, "value", ASM))
+    code = (words.to(tl.int32) >> (12 - int(shift))) & 15
     size = code & 7
     power = tl.exp2(((size >> 1) - 1).to(tl.float32))
     number = tl.where(size < 2, 0.5 * size, power * (1 + 0.5 * (size & 1)))
-    scale = tl.exp2((((scales >> (8 * quarter)) & 255) - 127).to(tl.float32))
-    return tl.where(code > 7, -number, number) * scale
+    return tl.where(code > 7, -number, number) * (factors.to(tl.float32) * 2.0**-126)
 
 
 @pytest.fixture
@@ -50,15 +52,8 @@ def experts_by_pair(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def weights(count: int, outputs: int, inputs: int, has_bias: bool) -> tuple[Any, Tensor]:
     """Random ones, and the same as numbers."""
-    from modeling.layers.kernels.stored_weights import StoredWeight
-
-    codes = torch.randint(0, 256, (count, outputs, inputs // 32, 16), dtype=torch.uint8)
-    scales = torch.randint(122, 126, (count, outputs, inputs // 32), dtype=torch.uint8)
-    bias = torch.randn(count, outputs) if has_bias else None
-    packed = [mxfp4.pack(*each) for each in zip(codes, scales, strict=True)]
-    words, shared = (torch.stack(each) for each in zip(*packed, strict=True))
-    own = StoredWeight(words, shared, bias, (outputs, inputs))
-    return own, mxfp4.numbers(codes, scales, torch.float32)
+    own, numbers = fp4_weights(count, (outputs, inputs), MXFP4, device="cpu")
+    return replace(own, bias=torch.randn(count, outputs) if has_bias else None), numbers
 
 
 @pytest.mark.parametrize("tokens", [1, 2])
