@@ -196,8 +196,9 @@ class Checkpoint:
             return (
                 f"it has {stored[0]}: of quantised weights those of linear maps inside the layers "
                 "are read, where config.json's quantization_config names their method, and of "
-                "experts those in fp8, integers of 4 bits or gpt-oss' mxfp4: take a checkpoint "
-                "that leaves others (routers, embeddings) as they were"
+                "experts those in fp8, integers of 4 bits, nvfp4 or mxfp4, if published files of "
+                "the type have a module for each expert, and gpt-oss': take a checkpoint that "
+                "leaves others (routers, embeddings) as they were"
             )
         shown = ", ".join((beside or sorted(self._tensors))[:3])
         return f"it has {shown}, ...: complete or rename its tensors" if shown else "it is empty"
