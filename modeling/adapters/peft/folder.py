@@ -50,8 +50,9 @@ IDLE_SUFFIXES = (".lora_velora_embed",)
 """Suffixes of tensors that only a backward pass reads."""
 
 SETTING_ADVICE = (
-    "start the server with adapters.vocabulary true (LoRA factors only), or retrain with "
-    "target_modules inside the layers"
+    "start the server with adapters.vocabulary true (LoRA factors only), retrain with "
+    "target_modules inside the layers or, where the server's log says that adapters cannot change "
+    "this model's embedding and head, merge the adapter into the base model"
 )
 MAX_UNKNOWN = 64
 """Most unknown tensors that a refusal examines; a file may hold any number of them."""
