@@ -15,6 +15,9 @@ from modeling.adapters.projection import (
 )
 from sharding.tensor_file import TensorFile
 
+_UNREAD = ("original_module.weight", "original_module.bias", "modules_to_save.bias")
+"""The base model's, and with bias="all" the own bias once more."""
+
 
 @dataclass(frozen=True)
 class WholeLinearTensors:
@@ -30,9 +33,9 @@ class WholeLinearTensors:
 
     @property
     def names(self) -> set[str]:
-        """Return the names of the weights, and of copies of the base model's beside them."""
-        copies = {f"{PREFIX}{module}.original_module.weight" for module in self.modules}
-        return {_weight(module) for module in self.modules} | copies
+        """Return the names of the weights, and of what PEFT saves beside them and does not read."""
+        idle = {f"{PREFIX}{module}.{each}" for module in self.modules for each in _UNREAD}
+        return {_weight(module) for module in self.modules} | idle
 
     @property
     def positions(self) -> list[ModulePosition]:
