@@ -286,6 +286,11 @@ def _refuse_tensor(key: str, adapter: PeftAdapter) -> NoReturn:
             "the others by longer paths and retrain, or merge the adapter into the base model"
         )
     names = sorted({module.rsplit(".", 1)[-1] for module in known})
+    if not names:
+        refuse(
+            f"tensor {key} adapts a model that takes no adapters here: merge the adapter into the "
+            "base model"
+        )
     refuse(
         f"tensor {key} belongs to no adaptable module of this model (those are {', '.join(names)} "
         f"at {len(set(known.values()))} paths, named {PREFIX}<module>.lora_A.weight): is the "

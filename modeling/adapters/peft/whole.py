@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from modeling.adapters.faults import refuse
 from modeling.adapters.peft.config import LoraPlan
-from modeling.adapters.peft.ends import PREFIX, WEIGHT_SUFFIX, Matrix
+from modeling.adapters.peft.ends import INSIDE_ONLY_ADVICE, PREFIX, WEIGHT_SUFFIX, Matrix
 from modeling.adapters.peft.tensors import check_finite, check_type
 from modeling.adapters.projection import (
     ModulePosition,
@@ -120,6 +120,8 @@ def _present(paths: Sequence[str], file: TensorFile) -> str:
 
 def _check(module: str, linear: Projection, has_pool: bool, file: TensorFile) -> None:
     key = _weight(module)
+    if not linear.can_adapt_ends:
+        refuse(f"modules_to_save names {module}, a whole linear map: {INSIDE_ONLY_ADVICE}")
     if not has_pool:
         refuse(
             f"modules_to_save names {module}, a whole linear map, which this server does not take: "
