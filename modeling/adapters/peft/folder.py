@@ -59,6 +59,8 @@ MAX_UNKNOWN = 64
 
 ENDS = frozenset({"embed_tokens", "lm_head", "embed_in", "embed_out", "wte"})
 """Names of embeddings and heads in models' module paths."""
+BEHIND_LAYERS = ENDS | {"pooler", "predictions"}
+"""The same, and names of what other layers between the last one and the head are parts of."""
 
 
 def open_adapter(
@@ -245,20 +247,20 @@ def _names_end(key: str) -> bool:
 
 
 def _inside_end(key: str) -> str:
-    """The layer inside an embedding or head that factors in `key` adapt; "" for other keys."""
+    """The layer before or inside a head that factors in `key` adapt; "" for other keys."""
     path, found, _ = key.partition(FACTOR)
     names = path.split(".")
-    is_inside = bool(found) and names[-1] not in ENDS and not ENDS.isdisjoint(names)
-    return names[-1] if is_inside else ""
+    is_inside = bool(found) and names[-1] not in ENDS and not BEHIND_LAYERS.isdisjoint(names)
+    return ".".join(names[-2:]) if is_inside else ""
 
 
 def _refuse_tensor(key: str, adapter: PeftAdapter) -> NoReturn:
     known = adapter.modules
     if inner := _inside_end(key):
         refuse(
-            f"tensor {key} adapts a layer between decoder and head, which takes no adapters here: "
-            f"leave {inner} out of target_modules and retrain, or merge the adapter into the base "
-            "model"
+            f"tensor {key} adapts a layer between decoder and head, or a pooler, which take no "
+            f"adapters here: name {inner} in exclude_modules and retrain, or merge the adapter "
+            "into the base model"
         )
     if _names_end(key):
         has_ends = any(p.kind in WHOLE_KINDS for p in adapter.projections)
