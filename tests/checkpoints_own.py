@@ -82,7 +82,7 @@ OWN_ADAPTERS = {
         r=4, target_modules=(*COLUMNS, *ROWS), seed=18, std=0.05, extra={"use_dora": True}
     ),
     "everything": AdapterRecipe(
-        r=4, target_modules=(*COLUMNS, *ROWS, *ENDS), seed=23, std=0.05, save_embeddings=False
+        r=4, target_modules=(*COLUMNS, *ROWS, *ENDS), seed=23, std=0.05, save_embeddings=True
     ),
 }
 

@@ -520,7 +520,8 @@ AutoModel.register(Gemma3nVisionConfig, Gemma3nTower, exist_ok=True)
 def _need_tower(config: Any) -> None:
     """Skip a test where transformers takes no class of ours for a config of its own."""
     try:
-        AutoModel.from_config(config)  # type: ignore[no-untyped-call]
+        with torch.random.fork_rng(devices=[]):
+            AutoModel.from_config(config)  # type: ignore[no-untyped-call]
     except ImportError:
         pytest.skip(f"transformers {transformers.__version__} has timm's tower alone")
 
@@ -540,21 +541,27 @@ def _class_of(kind: str) -> str:
     return names[kind]
 
 
-def write_stack(folder: Path, variant: str) -> Path:
-    """Write a tiny random model of a kind into `folder` and return it.
-
-    A variant of STACKS with `_causal` behind it: config.json names the decoder's class.
-    """
-    stack = variant.removesuffix("_causal")
+def larger_model(stack: str) -> Any:
+    """A tiny model of STACKS as transformers makes it."""
     fields = dict(STACKS[stack])
     kind = fields.pop("model_type", stack)
     config = CONFIG_MAPPING[kind](**{**fields, **dict.fromkeys(_PLACEHOLDERS, IMAGE)})
     made: Any = getattr(transformers, _class_of(kind))
     if kind == "gemma3n":
         _need_tower(config.vision_config)
+    return made(config)
+
+
+def write_stack(folder: Path, variant: str) -> Path:
+    """Write a tiny random model of a kind into `folder` and return it.
+
+    A variant of STACKS with `_causal` behind it: config.json names the decoder's class.
+    """
+    stack = variant.removesuffix("_causal")
+    kind = STACKS[stack].get("model_type", stack)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = made(config).float()
+        model = larger_model(stack).float()
         for name, parameter in model.named_parameters():
             randomise(name, parameter)
         model.tie_weights()

@@ -252,11 +252,12 @@ def decoder_name(name: str, parts: Collection[str] = ()) -> str | None:
 _OTHER_PARTS = frozenset(
     {
         "aligner", "audio_tokenizer", "audio_tower", "connector", "embed_audio", "embed_vision",
-        "generation_aligner", "generation_head", "high_res_vision_model", "high_res_vision_neck",
-        "high_res_vision_proj", "image_tower", "merger", "mm_projector", "multi_modal_projector",
-        "perception_emb_norm", "projector", "resampler_model", "video_tower", "vision_adapter",
-        "vision_encoder", "vision_model", "vision_projection", "vision_tokenizer", "vision_tower",
-        "visual", "vqmodel",
+        "generation_aligner", "generation_embeddings", "generation_head", "high_res_vision_model",
+        "high_res_vision_neck", "high_res_vision_proj", "image_tower", "layerwise_projectors",
+        "merger", "mm_projector", "multi_modal_projector", "perception_emb_norm", "projector",
+        "resampler_model", "spatial_projectors", "video_tower", "vision_adapter", "vision_encoder",
+        "vision_model", "vision_projection", "vision_tokenizer", "vision_tower", "visual",
+        "visual_embeddings_table", "vqmodel",
     }
 )  # fmt: skip
 """How larger models call what makes tokens of images and sound: no text goes through it."""

@@ -15,11 +15,11 @@ from starlette.responses import Response
 
 from configs.embeddings import EmbeddingsConfig
 from configs.wire.sampling import Pooling
-from deployments.contract import Completion, EngineInfo
+from deployments.contract import Completion, EngineInfo, ErrorKind
 from deployments.ingress.access.keys import hub_token
 from deployments.ingress.generation.engine import EngineClient
 from deployments.ingress.generation.replies import FinishedCall, whole
-from deployments.ingress.http.errors import invalid
+from deployments.ingress.http.errors import RequestError, invalid
 from deployments.ingress.http.unicode import Unicode
 from deployments.ingress.lorax.jobs import adapter_of
 from deployments.ingress.lorax.schema import (
@@ -182,8 +182,15 @@ def _check(body: EmbeddingsBody) -> None:
 
 
 def numbers(data: bytes) -> Vector:
-    """The numbers of little-endian float32."""
-    return struct.unpack(f"<{len(data) // 4}f", data)
+    """The numbers of little-endian float32; refuses NaN and infinity, which JSON has not."""
+    found = struct.unpack(f"<{len(data) // 4}f", data)
+    if not math.isfinite(sum(found)):
+        raise RequestError(
+            ErrorKind.GENERATION,
+            "the model's numbers for this input are not finite (NaN or infinity): are the "
+            "adapter's weights too large, or is engine.model.dtype too narrow for the model?",
+        )
+    return found
 
 
 def _reply(body: EmbeddingsBody, vectors: Sequence[Vector], num_tokens: int) -> EmbeddingsReply:

@@ -11,7 +11,7 @@ from modeling.adapters.kernels.select import select_kernel
 from modeling.runner.block_tables import BatchSize
 from modeling.runner.encoder import EncoderParts, EncoderRunner
 from modeling.runner.encoder_loading import load_encoder_weights
-from modeling.runner.load_padded import padded_bank
+from modeling.runner.load_padded import check_unused, padded_bank
 from modeling.runner.loading import total_tokens
 from modeling.runner.padded import PaddedAdapters
 from modeling.runner.padded_batches import MAX_PADDING
@@ -36,6 +36,7 @@ def load_encoder(
         raise ValueError(
             "adapters.vocabulary: the embedding of an encoder cannot be adapted: set it to false"
         )
+    check_unused(config.adapters)
     with on_device(device):
         weights = load_encoder_weights(config.model, device)
         model, kernel = weights.model, select_kernel(device)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from configs.adapters import AdaptersConfig
 from configs.engine import CacheDType, EngineConfig
 from configs.wire.plan import RequestJoin
 from configs.wire.sampling import Sampling
@@ -89,6 +90,17 @@ def padded_bank(
         return AdapterBank(projections, size, model.dtype, model.device, model.base_tensors())
 
 
+def check_unused(adapters: AdaptersConfig) -> None:
+    """ValueError for settings of what adapters change in paged models alone."""
+    names = "whole_linears", "vocabulary_copies", "vocabulary_pages", "expert_pages", "draft_heads"
+    for name in names:
+        if getattr(adapters, name):
+            raise ValueError(
+                f"adapters.{name}: of this model, which has no paged implementation, adapters "
+                "change linear maps inside the layers alone, by their factors: remove it"
+            )
+
+
 def _check_config(config: EngineConfig, group: TensorParallel) -> None:
     if group.size != 1:
         raise ValueError(
@@ -101,6 +113,7 @@ def _check_config(config: EngineConfig, group: TensorParallel) -> None:
             "adapters.vocabulary: embedding and head of a model without a paged implementation "
             "cannot be adapted: set it to false"
         )
+    check_unused(config.adapters)
     if config.cache.dtype is CacheDType.FP8:
         raise ValueError(
             "cache.dtype: fp8: the cache of a model without a paged implementation is in the "

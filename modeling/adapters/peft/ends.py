@@ -34,6 +34,8 @@ ORIGINAL_SUFFIX = ".original_module.weight"
 TWICE_SUFFIX = ".modules_to_save.weight"
 """Of the whole weight once more, there; PEFT does not read it."""
 COPIES = (TOKENS_COPY_SUFFIX, ORIGINAL_SUFFIX)
+BIAS_COPIES = (".base_layer.bias", ".original_module.bias")
+"""Of the bias of a head, beside factors or a whole head."""
 COPY_ROWS = 4096
 """How many rows of a copy are compared at once."""
 
@@ -120,8 +122,9 @@ def find_ends(
     saved = _saved_ends(plan, ends, all(each.can_adapt_ends for each in projections))
     found = EndTensors()
     for path, rows in base.items():
-        module = path.removesuffix(WEIGHT_SUFFIX)
-        names = [PREFIX + path, *(PREFIX + module + suffix for suffix in COPIES)]
+        module, _, parameter = path.rpartition(".")
+        suffixes = BIAS_COPIES if parameter == "bias" else COPIES
+        names = [PREFIX + path, *(PREFIX + module + suffix for suffix in suffixes)]
         found.copies.update({name: rows for name in names if name in keys})
     for end in ends:
         present = _weights(end, keys)

@@ -50,14 +50,17 @@ IDLE_SUFFIXES = (".lora_velora_embed",)
 """Suffixes of tensors that only a backward pass reads."""
 
 SETTING_ADVICE = (
-    "start the server with adapters.vocabulary true (LoRA factors only), or retrain with "
-    "target_modules inside the layers"
+    "start the server with adapters.vocabulary true (LoRA factors only), retrain with "
+    "target_modules inside the layers or, where the server's log says that adapters cannot change "
+    "this model's embedding and head, merge the adapter into the base model"
 )
 MAX_UNKNOWN = 64
 """Most unknown tensors that a refusal examines; a file may hold any number of them."""
 
 ENDS = frozenset({"embed_tokens", "lm_head", "embed_in", "embed_out", "wte"})
 """Names of embeddings and heads in models' module paths."""
+BEHIND_LAYERS = ENDS | {"pooler", "predictions"}
+"""The same, and names of what other layers between the last one and the head are parts of."""
 
 
 def open_adapter(
@@ -244,20 +247,20 @@ def _names_end(key: str) -> bool:
 
 
 def _inside_end(key: str) -> str:
-    """The layer inside an embedding or head that factors in `key` adapt; "" for other keys."""
+    """The layer before or inside a head that factors in `key` adapt; "" for other keys."""
     path, found, _ = key.partition(FACTOR)
     names = path.split(".")
-    is_inside = bool(found) and names[-1] not in ENDS and not ENDS.isdisjoint(names)
-    return names[-1] if is_inside else ""
+    is_inside = bool(found) and names[-1] not in ENDS and not BEHIND_LAYERS.isdisjoint(names)
+    return ".".join(names[-2:]) if is_inside else ""
 
 
 def _refuse_tensor(key: str, adapter: PeftAdapter) -> NoReturn:
     known = adapter.modules
     if inner := _inside_end(key):
         refuse(
-            f"tensor {key} adapts a layer between decoder and head, which takes no adapters here: "
-            f"leave {inner} out of target_modules and retrain, or merge the adapter into the base "
-            "model"
+            f"tensor {key} adapts a layer between decoder and head, or a pooler, which take no "
+            f"adapters here: name {inner} in exclude_modules and retrain, or merge the adapter "
+            "into the base model"
         )
     if _names_end(key):
         has_ends = any(p.kind in WHOLE_KINDS for p in adapter.projections)
@@ -285,6 +288,11 @@ def _refuse_tensor(key: str, adapter: PeftAdapter) -> NoReturn:
             "the others by longer paths and retrain, or merge the adapter into the base model"
         )
     names = sorted({module.rsplit(".", 1)[-1] for module in known})
+    if not names:
+        refuse(
+            f"tensor {key} adapts a model that takes no adapters here: merge the adapter into the "
+            "base model"
+        )
     refuse(
         f"tensor {key} belongs to no adaptable module of this model (those are {', '.join(names)} "
         f"at {len(set(known.values()))} paths, named {PREFIX}<module>.lora_A.weight): is the "

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from modeling.adapters.faults import refuse
 from modeling.adapters.peft.config import LoraPlan
-from modeling.adapters.peft.ends import PREFIX, WEIGHT_SUFFIX, Matrix
+from modeling.adapters.peft.ends import INSIDE_ONLY_ADVICE, PREFIX, WEIGHT_SUFFIX, Matrix
 from modeling.adapters.peft.tensors import check_finite, check_type
 from modeling.adapters.projection import (
     ModulePosition,
@@ -14,6 +14,9 @@ from modeling.adapters.projection import (
     select_columns,
 )
 from sharding.tensor_file import TensorFile
+
+_UNREAD = ("original_module.weight", "original_module.bias", "modules_to_save.bias")
+"""The base model's, and with bias="all" the own bias once more."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +33,9 @@ class WholeLinearTensors:
 
     @property
     def names(self) -> set[str]:
-        """Return the names of the weights, and of copies of the base model's beside them."""
-        copies = {f"{PREFIX}{module}.original_module.weight" for module in self.modules}
-        return {_weight(module) for module in self.modules} | copies
+        """Return the names of the weights, and of what PEFT saves beside them and does not read."""
+        idle = {f"{PREFIX}{module}.{each}" for module in self.modules for each in _UNREAD}
+        return {_weight(module) for module in self.modules} | idle
 
     @property
     def positions(self) -> list[ModulePosition]:
@@ -117,6 +120,8 @@ def _present(paths: Sequence[str], file: TensorFile) -> str:
 
 def _check(module: str, linear: Projection, has_pool: bool, file: TensorFile) -> None:
     key = _weight(module)
+    if not linear.can_adapt_ends:
+        refuse(f"modules_to_save names {module}, a whole linear map: {INSIDE_ONLY_ADVICE}")
     if not has_pool:
         refuse(
             f"modules_to_save names {module}, a whole linear map, which this server does not take: "

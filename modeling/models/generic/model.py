@@ -248,7 +248,10 @@ class GenericForCausalLM(nn.Module):
     def base_tensors(self) -> Mapping[str, BaseRows]:
         """Embedding and head, each under all of its names; see `PagedModel`."""
         ends = vocabulary_projections(self._ends, self._embedding.base, self._head.base)
-        return {f"{path}.weight": end.base_rows for end in ends for path in end.modules(0)}
+        found = {f"{path}.weight": end.base_rows for end in ends for path in end.modules(0)}
+        if (bias := self._head.bias) is not None:
+            found[f"{self._ends.head}.bias"] = BaseRows(bias.detach(), 0, (len(bias),))
+        return found
 
     def _add_ends(self, weights: Weights, architecture: GenericArchitecture) -> None:
         """Replace embedding and head."""

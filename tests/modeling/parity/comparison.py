@@ -243,7 +243,8 @@ def _norms(targets: tuple[str, ...], *entries: str, **extra: Any) -> dict[str, A
 def _whole(targets: tuple[str, ...], *entries: str, **extra: Any) -> dict[str, AdapterRecipe]:
     """Adapters that bring whole linear maps, and a plain one.
 
-    whole: all entries of modules_to_save. one: the first, in one layer, beside DoRA.
+    whole: all entries of modules_to_save. one: the first, in one layer, beside DoRA. biased: all,
+    beside the biases of all other modules.
     """
     plain = AdapterRecipe(target_modules=targets, seed=101, extra=extra)
     saved = {**extra, "modules_to_save": [*entries]}
@@ -252,6 +253,7 @@ def _whole(targets: tuple[str, ...], *entries: str, **extra: Any) -> dict[str, A
         "plain": plain,
         "whole": replace(plain, seed=102, extra=saved),
         "one": replace(plain, seed=103, extra=alone),
+        "biased": replace(plain, seed=104, extra={**saved, "bias": "all"}),
     }
 
 

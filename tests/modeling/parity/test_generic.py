@@ -7,13 +7,14 @@ import pytest
 import torch
 import transformers
 
+from configs.architectures.text_stack import decoder_name, is_other_part
 from configs.wire.adapters import AdapterError
 from configs.wire.sampling import Sampling
 from modeling.adapters.peft.folder import open_adapter
 from modeling.runner.adapter_check import adaptable
 from tests.checkpoints import load_oracle, oracle_logits
 from tests.checkpoints_generic import GENERIC, MIXTURES
-from tests.checkpoints_stacks import IMAGE
+from tests.checkpoints_stacks import IMAGE, STACKS, larger_model
 from tests.modeling.parity.comparison import (
     BASE,
     Setting,
@@ -144,6 +145,19 @@ def compare_stack(world: World, variant: str) -> None:
     """Base and an adapter on two ranks."""
     adapter = "everywhere" if variant in TOWERS else "r8"
     compare(world, Setting("stack", variant, 2, [BASE, adapter]))
+
+
+@pytest.mark.parametrize(
+    "stack", swept(STACKS, lambda stack: stack in ("granite4_vision", "ovis2"))
+)
+def test_each_module_is_the_decoders_or_of_no_text(stack: str) -> None:
+    """So of an adapter that was trained on all modules each tensor is read or left out."""
+    with torch.device("meta"):
+        model = larger_model(stack)
+    adaptable = (torch.nn.Linear, torch.nn.Embedding, torch.nn.Conv1d, torch.nn.Conv2d)
+    found = model.named_modules()
+    names = [f"{path}.weight" for path, each in found if isinstance(each, adaptable)]
+    assert not [n for n in names if decoder_name(n) is None and not is_other_part(n)]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from configs.wire.adapters import AdapterError
 from configs.wire.sampling import Sampling
 from modeling.models.generic import cuts, own_attention
 from modeling.models.generic.own_attention import OWN as CLASSES
@@ -28,6 +30,7 @@ from tests.modeling.parity.comparison import (
     engine_config,
     expect_mismatch,
     full_logprobs,
+    place_all,
 )
 from tests.modeling.stepping import Asked, generate
 from tests.oracle import TOLERANCE
@@ -66,11 +69,26 @@ def test_blocks_behind_windows_serve_other_tokens(world: World) -> None:
 
 
 @pytest.mark.parametrize(
-    "variant", swept(OWN, lambda variant: variant in ("bloom", "falcon_eleven"))
+    "variant", swept(OWN, lambda variant: variant in ("bloom", "falcon_eleven", "gptj"))
 )
 def test_vocabulary(world: World, variant: str) -> None:
-    """Adapters on embedding and head too, which are one matrix or two."""
+    """Adapters on embedding and head too, which are one matrix or two, the head with a bias."""
     compare(world, Setting("own", variant, 2, [BASE, "everything"], vocabulary=True))
+
+
+def test_a_heads_bias_that_was_trained_is_refused(world: World, tmp_path: Path) -> None:
+    source = world.adapter("own", "gptj", "everything")
+    assert source is not None
+    file = Path(shutil.copytree(source, tmp_path / "trained")) / "adapter_model.safetensors"
+    tensors = load_file(file)
+    tensors["base_model.model.lm_head.base_layer.bias"][3] += 1
+    save_file(tensors, file)
+    config = engine_config(world.model("own", "gptj"))
+    opened = config.adapters.model_copy(update={"vocabulary": True})
+    config = config.model_copy(update={"adapters": opened})
+    runner = load_paged(config, SingleRank(), torch.device("cpu")).allocate()
+    with pytest.raises(AdapterError, match=r"lm_head\.base_layer\.bias is not this model's weight"):
+        place_all(runner, [file.parent])
 
 
 @pytest.mark.parametrize("variant", swept(OWN, lambda variant: variant == "falcon_groups"))

@@ -42,8 +42,9 @@ def test_together(world: World, family: str, _variant: str, ranks: int) -> None:
     compare(world, setting(family, ranks, "whole", BASE, "one", "plain", rejoins_at=3))
 
 
-def test_alone(world: World) -> None:
-    compare(world, setting("gpt2_whole", 2, "whole", chunk=WHOLE))
+@pytest.mark.parametrize("name", ["whole", "biased"])
+def test_alone(world: World, name: str) -> None:
+    compare(world, setting("gpt2_whole", 2, name, chunk=WHOLE))
 
 
 def test_in_recurrent_layers(world: World) -> None:

@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModel
 
 from configs.adapters import AdaptersConfig
 from configs.engine import CacheConfig, Device, EngineConfig, LimitsConfig
@@ -93,7 +95,7 @@ def test_embeddings(tmp_path: Path, kind: str) -> None:
     ]
     if kind == "albert":
         # Its layers share their modules, so an adapter's layer cannot be told.
-        with pytest.raises(AdapterError, match="belongs to no adaptable module"):
+        with pytest.raises(AdapterError, match="a model that takes no adapters"):
             runner_of(model, adapter)
         asked = [(ids, -1, sampling) for ids, _, sampling in asked]
         found = run(runner_of(model), asked)
@@ -104,6 +106,15 @@ def test_embeddings(tmp_path: Path, kind: str) -> None:
     for i, (vector, (_, slot, sampling)) in enumerate(zip(found, asked, strict=True)):
         wanted = expected(truths[slot + 1][i], sampling.pooling)
         np.testing.assert_allclose(vector, wanted.numpy(), atol=TOLERANCE)
+
+
+def test_an_adapter_of_the_pooler_is_refused_as_such(tmp_path: Path) -> None:
+    """PEFT's all-linear has it; embeddings are not made of what it computes."""
+    model = write_encoder(tmp_path / "model", "bert")
+    config = LoraConfig(r=2, target_modules="all-linear", task_type="FEATURE_EXTRACTION")
+    get_peft_model(AutoModel.from_pretrained(model), config).save_pretrained(str(tmp_path / "a"))
+    with pytest.raises(AdapterError, match=r"a pooler, .* name pooler\.dense in exclude_modules"):
+        runner_of(model, tmp_path / "a")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -272,6 +272,17 @@ def test_the_vocabulary_cannot_be_opened(padded: PaddedWorld) -> None:
         padded_runner(padded.model("bloom"), adapters=AdaptersConfig(vocabulary=True))
 
 
+@pytest.mark.parametrize(
+    "setting", [{"whole_linears": {"dense": 1}}, {"vocabulary_copies": 1}, {"expert_pages": 1}]
+)
+def test_settings_without_an_effect_are_refused(
+    padded: PaddedWorld, setting: dict[str, Any]
+) -> None:
+    (name,) = setting
+    with pytest.raises(ValueError, match=rf"adapters\.{name}: .* remove it"):
+        padded_runner(padded.model("bloom"), adapters=AdaptersConfig(**setting))
+
+
 def test_what_cannot_be_padded_says_why_it_is_not_paged(tmp_path: Path) -> None:
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0], "long_factor": [2.0]}
     settings = {**tiny_config("lfm2").to_dict(), "architectures": None, "rope_parameters": rope}

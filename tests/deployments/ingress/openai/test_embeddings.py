@@ -151,6 +151,20 @@ def test_a_model_without_hidden_states_is_refused(
     assert "cannot embed" in reply.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("number", ["nan", "inf"])
+def test_numbers_that_json_has_not_are_an_error(
+    http: httpx.Client, monkeypatch: pytest.MonkeyPatch, number: str
+) -> None:
+    """They were null in the reply."""
+    data = np.array([0.5, float(number)], "<f4").tobytes()
+    monkeypatch.setattr("tests.fakes.embedding", lambda *args: data)
+    reply = http.post(PATH, json={"model": "tiny", "input": "a"})
+    assert (reply.status_code, reply.json()["error"]["type"]) == (500, "server_error")
+    assert "not finite" in reply.json()["error"]["message"]
+    reply = http.post("/embed", json={"inputs": "a"})
+    assert (reply.status_code, reply.json()["error_type"]) == (424, "generation")
+
+
 def test_openais_client(client: openai.OpenAI, driver: FakeDriver) -> None:
     """The client requests base64 and decodes it."""
     reply = client.embeddings.create(model="org/pirate", input=["fox", "dog"])

@@ -1,4 +1,5 @@
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -261,3 +262,15 @@ def test_metadata_in_the_file_does_no_harm(tmp_path: Path) -> None:
     tensors: dict[str, Tensor] = load_file(path)
     save_file(tensors, path, metadata={"format": "pt"})
     assert len(open_adapter(folder, PROJECTIONS, 64).modules) == 1
+
+
+def test_whole_maps_are_no_matter_of_settings_in_foreign_code(tmp_path: Path) -> None:
+    saved = {"base_model.model.model.layers.0.down.weight": torch.zeros(6, 10)}
+    folder = write_lora(
+        tmp_path, {**factors(UP, [4, 4, 4]), **saved}, target_modules=["up"],
+        modules_to_save=["layers.0.down"],
+    )  # fmt: skip
+    padded = [replace(each, can_adapt_ends=False) for each in PROJECTIONS]
+    with pytest.raises(AdapterError, match=r"names model\.layers\.0\.down, .* own code") as caught:
+        open_adapter(folder, padded, 64)
+    assert "whole_linears" not in str(caught.value)
