@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from configs.architectures.base import ArchitectureError
 from configs.model import DType, LoadFormat, ModelConfig
 from modeling.adapters.experts import RoutedAdapter
-from modeling.models.generic import fp4_experts
-from modeling.models.generic.experts import DELTAS_OF_STORED
+from modeling.models.generic import experts, fp4_experts
 from modeling.models.generic.fp4_experts import Fp4Matrices
 from modeling.quantisation.fp4 import NVFP4, rounded
 from modeling.runner.loading import load_model
@@ -234,7 +233,7 @@ def test_steps_on_gpus_are_captured_and_adapters_of_experts_taken_where_compared
     assert model.capturable
     assert model.adapts_experts_on_gpus
     assert model.has_expert_kernels
-    monkeypatch.setitem(DELTAS_OF_STORED, Fp4Matrices, frozenset(("gpt_oss",)))
+    monkeypatch.setattr(experts, "DELTAS_OF_STORED", {Fp4Matrices: frozenset(("gpt_oss",))})
     model = load_model(config, SingleRank(), CPU).model
     assert not model.adapts_experts_on_gpus
     assert not model.has_expert_kernels
