@@ -33,7 +33,7 @@ Pointer = Any
 def _store_rounded(
     x: "Any", codes: "Any", scales: "Any", inside: "Any", most: float, smallest: float
 ) -> None:
-    """Store a row of x in fp8 or int8, and its scale, as `quantisation.rounding.by_token`.
+    """Store a row of x in fp8 or int8, and its scale, as `quantisation.kernels.rounding.by_token`.
 
     x: 0 where it is not inside.
     """

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from modeling.adapters.norm_rows import OwnWeights, rms_norm
 from modeling.models.generic import norms
 from modeling.models.generic.norms import FusedRMSNorm, NormedSum
+from modeling.quantisation.int8 import by_token
 from tests.modeling.attention.triton.test_interpreted import Interpreted
 
 pytestmark = pytest.mark.skipif(
@@ -164,3 +165,24 @@ def test_a_sum_is_the_same_by_the_kernel_and_by_parts(
         if normed is not None and found is not None:
             torch.testing.assert_close(found, normed)
     assert len(calls) == 16
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("shape", [(1, 64), (3, 96)])
+def test_rows_are_written_in_int8_too(
+    rows: Any, dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
+    """As what is written beside them is rounded; a row of zeros has a scale."""
+    x = numbers((shape[0] + 1, 2 * shape[1]), dtype, 0)
+    x[-1] = 0
+    weight = numbers((2 * shape[1],), torch.float32, 1)
+    for write, size in ((rows.silu_mul, shape[1]), (rows.add_rms_norm, 2 * shape[1])):
+        into = torch.empty(len(x), size, dtype=torch.int8), torch.empty(len(x), 1)
+        given = (x,) if write is rows.silu_mul else (x, None, weight, EPS)
+        found = write(*given, rounded=into)
+        codes, scales = by_token(found if isinstance(found, Tensor) else found[0])
+        assert torch.equal(into[1], scales)
+        # A row's largest number is a tie if it is negative, and the interpreter fuses no sums.
+        far = (into[0].int() - codes.int()).abs()
+        assert int(far.max()) <= 1
+        assert int(far.sum(1).max()) <= 1
