@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from configs.quantisation import Activations
+from modeling.quantisation.fp4 import MXFP4, NVFP4, round_fp4
 from modeling.quantisation.fp8 import round_blocks, round_rows
 from modeling.quantisation.integers import Groups, IntegerWeight, round_groups
 from sharding.linear_weight import DenseWeight, LinearWeight
@@ -89,6 +90,9 @@ FORMS: dict[str, Callable[[Tensor], Product]] = {
     "fp8": lambda matrix: of(round_rows(matrix, matrix.abs().amax(1).float(), DTYPE)),
     "fp8-blocks": lambda matrix: of(round_blocks(matrix, (128, 128), Activations.GROUP)),
     **{form: partial(_of_integers, form) for form in INTEGERS},
+    "nvfp4": lambda matrix: of(round_fp4(matrix, NVFP4, rounds=True)),
+    "nvfp4-weights": lambda matrix: of(round_fp4(matrix, NVFP4, rounds=False)),
+    "mxfp4-weights": lambda matrix: of(round_fp4(matrix, MXFP4, rounds=False)),
     "int4pack": int4pack,
 }
 BYTES = {"bfloat16": 2.0, "fp8": 1.0, "fp8-blocks": 1.0}

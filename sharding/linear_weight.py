@@ -48,6 +48,18 @@ class OperandGroups:
 
 
 @dataclass(frozen=True)
+class Fp4Scales:
+    """What inputs of codes of e2m1 share, in the order of kernels (`quantisation.fp4.pack`).
+
+    scales: int32 [in / 128, 32 / inputs of a group, out], four bytes each. outer: float64 [out],
+    what they are multiplied by; None where they are powers of two.
+    """
+
+    scales: Tensor
+    outer: Tensor | None
+
+
+@dataclass(frozen=True)
 class Operands:
     """What a product of few tokens reads, where a launch may join other work with it.
 
@@ -56,6 +68,7 @@ class Operands:
     x_scales, scales: float32 [tokens, 1] and [out, 1], which the rows of both count by; None where
     they are numbers as they are.
     groups: of codes of 4 bits, which are then the weight: uint8 [chunks, out, bytes].
+    fp4: of codes of e2m1, which are then the weight: int16 [in / 128, out, 32].
     """
 
     x: Tensor
@@ -63,6 +76,7 @@ class Operands:
     x_scales: Tensor | None = None
     scales: Tensor | None = None
     groups: OperandGroups | None = None
+    fp4: Fp4Scales | None = None
 
 
 class LinearWeight(nn.Module, ABC):

@@ -96,7 +96,7 @@ def _numbers(
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _words(rows: "Any", step: "Any", TURN: gl.constexpr) -> "Any":
+def words_of(rows: "Any", step: "Any", TURN: gl.constexpr) -> "Any":
     """The words of TURN chunks."""
     found = ()
     for each in gl.static_range(TURN):
@@ -148,7 +148,7 @@ def _turn(
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _store(
+def store_rows(
     found: "Any", y: "Any", bias: "Any", sums: "Any", arrived: "Any", block: "Any", share: "Any",
     num_blocks: "Any", num_rows: "Any", num_outputs: "Any", y_stride: "Any",
     ROWS: gl.constexpr, BLOCK_N: gl.constexpr, SHARES: gl.constexpr, HAS_BIAS: gl.constexpr,
@@ -228,7 +228,7 @@ def row_tile(
     out = gl.minimum(block * BLOCK_N + out, num_outputs - 1)
     of_scale = gl.expand_dims(first + of_sum * PART, 1)
     s_rows = scales + gl.expand_dims(out, 0)
-    words = _words(w_rows, step, TURN)
+    words = words_of(w_rows, step, TURN)
     factors = _shared(s_rows, of_scale, num_outputs, CHUNKS, TURN)
     zero = factors
     if HAS_ZEROS:
@@ -244,7 +244,7 @@ def row_tile(
         gdc_wait()
     for chunk in range(TURN, PART, TURN):
         w_rows += TURN * step
-        next_words = _words(w_rows, step, TURN)
+        next_words = words_of(w_rows, step, TURN)
         next_factors = _shared(s_rows, of_scale + chunk, num_outputs, CHUNKS, TURN)
         next_zero = next_factors
         if HAS_ZEROS:
@@ -262,7 +262,7 @@ def row_tile(
         CHUNK, TURN, MIDDLE, RAISED, HAS_ZEROS, LAYOUT, OF_W, ASM0, ASM1, ASM2, ASM3,
     )
     FLAT: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, PARTS], [0, 1])
-    _store(
+    store_rows(
         gl.convert_layout(gl.sum(acc, axis=0), FLAT), y, bias, sums, arrived, block, share,
         num_blocks, num_rows, num_outputs, y_stride, ROWS, BLOCK_N, SHARES, HAS_BIAS, FLAT,
     )

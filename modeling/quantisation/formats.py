@@ -71,8 +71,18 @@ class StoredFormat:
         return join([self._part(weights, part) if own else read_dense(weights, [part])
                      for part, own in pairs])  # fmt: skip
 
+    def is_stored(self, weights: Weights, part: LinearPart) -> bool:
+        """Return whether the checkpoint quantised a map."""
+        marks = _STORED[self.how_of(part).format][1]
+        return any(weights.lists(f"{part.name}.{mark}") for mark in marks)
+
+    def how_of(self, part: LinearPart) -> Quantisation:
+        """Return how the checkpoint has a map that it quantised."""
+        found = (other for begins, other in self._others if begins.match(part.name))
+        return next(found, self._how)
+
     def _part(self, weights: Weights, part: LinearPart) -> LinearWeight:
-        how = self._how_of(part)
+        how = self.how_of(part)
         try:
             return _STORED[how.format][0](weights, part, how)
         except torch.OutOfMemoryError:
@@ -82,15 +92,6 @@ class StoredFormat:
                 f"{part.name}: its tensors are not of the format {how.format} as config.json "
                 f"describes it: {error!r}"
             ) from error
-
-    def is_stored(self, weights: Weights, part: LinearPart) -> bool:
-        """Return whether the checkpoint quantised a map."""
-        marks = _STORED[self._how_of(part).format][1]
-        return any(weights.lists(f"{part.name}.{mark}") for mark in marks)
-
-    def _how_of(self, part: LinearPart) -> Quantisation:
-        found = (other for begins, other in self._others if begins.match(part.name))
-        return next(found, self._how)
 
 
 class Fp8AtLoad:

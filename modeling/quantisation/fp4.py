@@ -7,21 +7,32 @@ two of 32. Activations may be rounded alike: each group of a token's inputs has 
 All is computed in float32, as compressed-tensors does.
 """
 
+from collections.abc import Sequence
 from typing import Self
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from modeling.quantisation.activations import LARGEST as LARGEST_FP8
 from modeling.quantisation.activations import SMALLEST_FP4, to_fp8
-from modeling.quantisation.integers import Groups, IntegerWeight, local_groups
-from modeling.quantisation.products import gpu_products
+from modeling.quantisation.coded import CodedWeight
+from modeling.quantisation.integers import pack as pack_codes
+from modeling.quantisation.integers import unpack as unpack_codes
+from modeling.quantisation.products import GpuProducts, gpu_products
+from sharding.linear_weight import Fp4Scales, LinearWeight, Operands, multiply
 
 LARGEST = 6.0
 """The largest number of e2m1."""
 
 NVFP4, MXFP4 = 16, 32
 """Inputs that share a scale."""
+
+MOST_TOKENS = 64
+"""That kernels multiply with codes, and not with numbers."""
+
+LARGEST_POWER = 127 + 9
+"""The largest stored power of two of which kernels make factors."""
 
 _HALVES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, LARGEST)
 """What the lowest three bits of a code stand for; the fourth is the sign."""
@@ -35,6 +46,48 @@ def table_of_codes(device: torch.device) -> Tensor:
 def unpack(packed: Tensor) -> Tensor:
     """Return the codes of bytes, the lower bits first: [..., n] to [..., 2 n]."""
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+
+
+CHUNK = 128
+"""Inputs of which kernels have the codes together, and their scales."""
+
+_QUARTER = CHUNK // 4
+
+
+def pack(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Put a matrix into the order of kernels.
+
+    codes: uint8 [out, in], to int16 [in / 128, out, 32], as `integers.pack` makes them; zeros
+    behind the last input. scales: uint8 [out, groups], to int32 [in / 128, 32 / size, out]: a word
+    has those of four quarters of a chunk, the first quarter's lowest; where a quarter has two, they
+    are in two words.
+    """
+    each = max(_QUARTER * scales.shape[1] // codes.shape[1], 1)
+    padded = F.pad(codes, (0, -codes.shape[1] % CHUNK))
+    whole = F.pad(scales, (0, -scales.shape[1] % (4 * each)))
+    quarters = whole.view(len(scales), -1, 4, each).permute(1, 3, 0, 2)
+    words = quarters.flatten().view(torch.int32).view(-1, each, len(scales))
+    return pack_codes(padded, CHUNK).view(torch.int16), words
+
+
+def unpack_scales(words: Tensor, groups: int) -> Tensor:
+    """Return the scales that `pack` put into words, uint8 [out, groups]."""
+    quarters = words.contiguous().unsqueeze(-1).view(torch.uint8)
+    return quarters.permute(2, 0, 3, 1).flatten(1)[:, :groups].contiguous()
+
+
+def numbers_of(codes: Tensor, scales: Tensor, inputs: int, outer: Tensor | None) -> Tensor:
+    """Return what `pack` made as numbers of bfloat16, [out, inputs], as packages do in every type.
+
+    outer: float64 [out], what nvfp4's scales are multiplied by.
+    """
+    size = _QUARTER // scales.shape[1]
+    found = unpack_codes(codes.contiguous().view(torch.uint8))[:, :inputs]
+    values = table_of_codes(codes.device)[found.int()].view(len(found), inputs // size, size)
+    stored = unpack_scales(scales, inputs // size)
+    if outer is not None:
+        stored, outer = stored.view(torch.float8_e4m3fn), outer[:, None]
+    return (values * scales_of_stored(stored, outer)[..., None]).flatten(1).bfloat16()
 
 
 def to_e2m1(x: Tensor) -> Tensor:
@@ -81,67 +134,103 @@ def rounded(x: Tensor, size: int, global_scale: Tensor | None) -> Tensor:
     return (to_e2m1(parts.float() / scales) * scales).flatten(-2).to(x.dtype)
 
 
-class Fp4Weight(IntegerWeight):
-    """Codes of e2m1, and what rounds their inputs.
+class Fp4Weight(CodedWeight):
+    """Codes of e2m1, their scales, and what rounds their inputs.
 
-    rounds: whether inputs are rounded. input_global_scale: float32 [1], of nvfp4's inputs. outer:
-    float64 [1], what nvfp4's stored scales are multiplied by; None of maps that were joined.
+    codes, scales: see `pack`. size: inputs that share a scale. outer: float64 [out], what nvfp4's
+    scales are multiplied by. rounds: whether inputs are rounded. input_global_scale: float32 [1],
+    of nvfp4's inputs.
     """
 
     def __init__(
         self,
         codes: Tensor,
-        groups: Groups,
+        scales: Tensor,
+        inputs: int,
         dtype: torch.dtype,
+        outer: Tensor | None = None,
         rounds: bool = False,
         input_global_scale: Tensor | None = None,
-        outer: Tensor | None = None,
     ) -> None:
-        """codes: uint8 [out, in], not packed. groups: of powers of two, or of scales of nvfp4."""
-        super().__init__(codes, groups, 4, dtype, table_of_codes(codes.device))
+        """codes, scales: as `pack` makes them."""
+        super().__init__((codes.shape[1], inputs), dtype)
+        self.codes, self.scales = self.keep(codes), self.keep(scales)
+        self.size = _QUARTER // scales.shape[1]
+        self.outer = None if outer is None else self.keep(outer)
         self.rounds = rounds
         self.input_global_scale = (
             None if input_global_scale is None else self.keep(input_global_scale)
         )
-        self.outer = None if outer is None else self.keep(outer)
+        largest = int(scales.view(torch.uint8).max())
+        self._in_range = outer is not None or largest <= LARGEST_POWER
 
     @property
     def form(self) -> str:
         """Return its name."""
         return "mxfp4" if self.size == MXFP4 else "nvfp4"
 
-    def with_codes(self, codes: Tensor, groups: Groups) -> Self:
-        """Return weights of other codes whose inputs are rounded alike."""
-        return type(self)(codes, groups, self.dtype, self.rounds, self.input_global_scale)
+    def joined(self, others: Sequence[LinearWeight]) -> Self | None:
+        """Return one weight of all rows, where all share and round their inputs alike."""
+        parts = self.with_alike(others)
+        if not parts or not all(self._rounds_like(part) for part in parts):
+            return None
+        outer: list[Tensor] = [part.outer for part in parts if part.outer is not None]
+        return type(self)(
+            torch.cat([part.codes for part in parts], dim=1),
+            torch.cat([part.scales for part in parts], dim=2),
+            self.shape[1],
+            self.dtype,
+            torch.cat(outer) if outer else None,
+            self.rounds,
+            self.input_global_scale,
+        )
 
-    def stored_scales(self) -> Tensor:
-        """Return the bytes of its scales as checkpoints store them, uint8 [out, groups]."""
-        scales = self.scales.t()
-        if self.outer is None:
-            return (torch.frexp(scales).exponent + 126).to(torch.uint8)
-        # Farther from its neighbours than rounding moved it.
-        return to_fp8(scales, self.outer.float()).view(torch.uint8)
+    @property
+    def has_kernels(self) -> bool:
+        """Whether GPUs have kernels that read its codes."""
+        return self.shape[1] % CHUNK == 0
 
-    def grouped_like(self, other: IntegerWeight) -> bool:
-        """Return whether another weight's inputs are grouped and rounded as this one's."""
-        assert isinstance(other, Fp4Weight)
-        mine, theirs = self.input_global_scale, other.input_global_scale
-        alike = self.rounds == other.rounds and (mine is None) == (theirs is None)
-        same = mine is None or theirs is None or torch.equal(mine, theirs)
-        return alike and same and super().grouped_like(other)
+    @property
+    def few_tokens(self) -> int:
+        """Up to how many tokens kernels are faster than a library with numbers, on an H200."""
+        if not self._multiplies_codes:
+            return 0
+        return MOST_TOKENS if self.size == MXFP4 else MOST_TOKENS // 2
+
+    def product(
+        self, gpu: GpuProducts, x: Tensor, bias: Tensor | None, out: Tensor | None
+    ) -> Tensor:
+        """x W^T + bias by kernels that read codes."""
+        operands = Operands(x, self.codes, fp4=Fp4Scales(self.scales, self.outer))
+        if self._multiplies_codes and len(x) <= MOST_TOKENS:
+            return gpu.fp4(operands, bias, out)
+        return multiply(x, gpu.fp4_numbers(operands), bias, out)
 
     def inputs(self, x: Tensor) -> Tensor:
         """Return x as the product sees it."""
         if not self.rounds:
             return x
-        assert self.size is not None
         gpu = gpu_products(x)
         to_fp4 = rounded if gpu is None else gpu.to_fp4
         return to_fp4(x, self.size, self.input_global_scale)
 
     def __getitem__(self, rows: slice) -> Tensor:
-        """Return some rows in `dtype`; the package makes numbers of bfloat16 for every type."""
-        return super().__getitem__(rows).bfloat16().to(self.dtype)
+        """Return some rows in `dtype`; packages make numbers of bfloat16 for every type."""
+        codes, scales = self.codes[:, rows], self.scales[..., rows]
+        outer = None if self.outer is None else self.outer[rows]
+        return numbers_of(codes, scales, self.shape[1], outer).to(self.dtype)
+
+    @property
+    def _multiplies_codes(self) -> bool:
+        """Whether kernels multiply a few tokens and make no numbers in memory."""
+        return self.has_kernels and self._in_range and self.dtype is torch.bfloat16
+
+    def _rounds_like(self, other: Self) -> bool:
+        mine, theirs = self.input_global_scale, other.input_global_scale
+        alike = self.rounds == other.rounds and self.size == other.size
+        if mine is None or theirs is None:
+            return alike and mine is theirs
+        return alike and torch.equal(mine, theirs)
 
 
 def round_fp4(matrix: Tensor, size: int, rounds: bool) -> Fp4Weight:
@@ -149,16 +238,19 @@ def round_fp4(matrix: Tensor, size: int, rounds: bool) -> Fp4Weight:
 
     The inputs' global scale is that of the weights.
     """
-    global_scale = None
+    global_scale = outer = None
+    parts = matrix.view(len(matrix), -1, size)
     if size == NVFP4:
         global_scale = LARGEST_FP8 * LARGEST / matrix.abs().amax().float().clamp(min=1e-9).view(1)
-    parts = matrix.view(len(matrix), -1, size)
+        outer = (1 / global_scale.double()).repeat(len(matrix))
     scales = scales_of(parts.abs().amax(dim=-1), global_scale)
     numbers = to_e2m1(parts.float() / scales[..., None]).flatten(-2)
     halves = table_of_codes(matrix.device)[: len(_HALVES)]
     codes = torch.searchsorted(halves, numbers.abs().contiguous()) | (numbers < 0).long() << 3
-    group_of = torch.arange(matrix.shape[1], device=matrix.device) // size
-    groups = local_groups(scales, None, group_of, 0)
-    outer = None if global_scale is None else 1 / global_scale.double()
+    if global_scale is None:
+        stored = (torch.frexp(scales).exponent + 126).to(torch.uint8)
+    else:
+        stored = to_fp8(scales, 1 / global_scale).view(torch.uint8)
+    packed = pack(codes.to(torch.uint8), stored)
     inputs = global_scale if rounds else None
-    return Fp4Weight(codes.to(torch.uint8), groups, matrix.dtype, rounds, inputs, outer)
+    return Fp4Weight(*packed, matrix.shape[1], matrix.dtype, outer, rounds, inputs)

@@ -12,11 +12,12 @@ from modeling.kernels.tiles import SCALED_CUTS, cut_of
 from modeling.quantisation.activations import BLOCK
 from modeling.quantisation.base import LEAST_CHUNK
 from modeling.quantisation.kernels import rounding
+from modeling.quantisation.kernels.fp4_product import dequantise_fp4, fp4_product
 from modeling.quantisation.kernels.int8_product import int8_product
 from modeling.quantisation.kernels.integers import dequantise, integer_product
 from modeling.quantisation.kernels.scaled_product import scaled_product
 from modeling.quantisation.kernels.tiled_integers import tiled_cut, tiled_product
-from sharding.linear_weight import Operands
+from sharding.linear_weight import Operands, multiply
 
 
 def rounded(x: Tensor, scale: Tensor | None, kind: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -97,8 +98,21 @@ def integers(operands: Operands, bias: Tensor | None, out: Tensor | None) -> Ten
         return tiled_product(own, bias, y, cut)
     weight = torch.empty(outputs, inputs, dtype=x.dtype, device=x.device)
     dequantise(codes, groups, weight)
-    y = F.linear(x, weight, bias)
-    return y if out is None else out.copy_(y)
+    return multiply(x, weight, bias, out)
+
+
+def fp4(operands: Operands, bias: Tensor | None, out: Tensor | None) -> Tensor:
+    """See `GpuProducts.fp4`."""
+    x = operands.x
+    y = x.new_empty(len(x), operands.weight.shape[1]) if out is None else out
+    return fp4_product(replace(operands, x=x.contiguous()), bias, y)
+
+
+def fp4_numbers(operands: Operands) -> Tensor:
+    """See `GpuProducts.fp4_numbers`."""
+    x = operands.x
+    weight = x.new_empty(operands.weight.shape[1], x.shape[1])
+    return dequantise_fp4(operands, weight)
 
 
 def to_fp4(x: Tensor, size: int, global_scale: Tensor | None) -> Tensor:

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from typing import Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from modeling.quantisation.base import LEAST_CHUNK, QuantisedWeight
-from modeling.quantisation.products import gpu_products
-from sharding.linear_weight import LinearWeight, OperandGroups, Operands, multiply
+from modeling.quantisation.base import LEAST_CHUNK
+from modeling.quantisation.coded import CodedWeight
+from modeling.quantisation.products import GpuProducts, gpu_products
+from sharding.linear_weight import LinearWeight, OperandGroups, Operands
 
 
 @dataclass(frozen=True)
@@ -79,24 +80,12 @@ def unpack(packed: Tensor) -> Tensor:
     return parts.permute(1, 0, 3, 2).flatten(1)
 
 
-MOST_TOKENS = 64
-"""Up to which kernels for few tokens are faster with codes than a library with numbers, on an
-H200."""
-
-_AT_ONCE = 4096
-"""Outputs whose numbers are made at once, which takes several times their bytes."""
-
-
-class IntegerWeight(QuantisedWeight):
+class IntegerWeight(CodedWeight):
     """Codes, and what groups of them share.
 
     codes: uint8, in the groups' order: of 4 bits see `pack`, where chunks are whole; [out, in]
     otherwise. scales, zeros: as Groups has them, but [groups, out].
-    dequantised: all numbers [out, in] beside the codes, for products that are faster with them; it
-    is none of the model's parameters.
     """
-
-    dequantised: Tensor | None = None
 
     def __init__(
         self,
@@ -148,15 +137,21 @@ class IntegerWeight(QuantisedWeight):
         """Return weights of other codes, uint8 [out, in], of this kind."""
         return type(self)(codes, groups, self.bits, self.dtype, self.table)
 
-    def forward(self, x: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
-        """x W^T + bias."""
-        x = self.inputs(x)
-        gpu = gpu_products(x) if self.is_packed and self.size is not None else None
-        is_few = gpu is not None and self._takes_few and len(x) <= MOST_TOKENS
-        if self.dequantised is not None and not is_few:
-            return multiply(x, self.dequantised, bias, out)
-        if gpu is None:
-            return multiply(x, self[:], bias, out)
+    @property
+    def has_kernels(self) -> bool:
+        """Whether GPUs have kernels that read its codes."""
+        return self.is_packed and self.size is not None
+
+    @property
+    def few_tokens(self) -> int:
+        """Up to how many tokens kernels are faster than a library with numbers, on an H200."""
+        is_wide = self.has_kernels and 2 * self.codes.shape[2] >= LEAST_CHUNK
+        return 64 if is_wide and self.table is None else 0
+
+    def product(
+        self, gpu: GpuProducts, x: Tensor, bias: Tensor | None, out: Tensor | None
+    ) -> Tensor:
+        """x W^T + bias by kernels that read codes."""
         return gpu.integers(self.operands(x), bias, out)
 
     def joins(self, x: Tensor) -> bool:
@@ -164,13 +159,7 @@ class IntegerWeight(QuantisedWeight):
 
         Codes with zero points have one too, whose results were not compared as it is cut now.
         """
-        return self._takes_few and self.zeros is None and gpu_products(x) is not None
-
-    @property
-    def _takes_few(self) -> bool:
-        """Whether GPUs have kernels for few tokens that take such codes."""
-        is_wide = self.is_packed and 2 * self.codes.shape[2] >= LEAST_CHUNK
-        return is_wide and self.size is not None and self.table is None
+        return self.few_tokens > 0 and self.zeros is None and gpu_products(x) is not None
 
     def operands(self, x: Tensor) -> Operands:
         """Return x in the order of the codes, and the codes."""
@@ -190,13 +179,6 @@ class IntegerWeight(QuantisedWeight):
             zeros = self.zeros[:, rows].t().to(torch.int16)[:, self.group_of]
             values = (codes.to(torch.int16) - zeros).to(scales.dtype)
         return (values * scales[:, self.group_of]).to(self.dtype)
-
-    def dequantise(self) -> None:
-        """Keep all numbers beside the codes."""
-        self.dequantised = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        for first in range(0, self.shape[0], _AT_ONCE):
-            rows = slice(first, first + _AT_ONCE)
-            self.dequantised[rows] = self[rows]
 
     def unpacked(self, rows: slice) -> Tensor:
         """Return some rows' codes, uint8, in the order of the inputs."""
@@ -231,20 +213,3 @@ def round_groups(matrix: Tensor, bits: int, size: int | None) -> IntegerWeight:
     ]
     codes = (torch.cat(rounded, dim=1) + middle).clamp(0, 2 * middle - 1).to(torch.uint8)
     return IntegerWeight(codes, local_groups(scales, None, group_of, middle), bits, matrix.dtype)
-
-
-def keep_dequantised(model: nn.Module, most_bytes: int) -> int:
-    """Keep the numbers of a model's integers beside them, of the first that fit; returns bytes."""
-    kept = 0
-    for weight in codes_alone(model):
-        size = weight.shape[0] * weight.shape[1] * weight.dtype.itemsize
-        if kept + size <= most_bytes:
-            weight.dequantise()
-            kept += size
-    return kept
-
-
-def codes_alone(model: nn.Module) -> list[IntegerWeight]:
-    """Return a model's integers that have no numbers beside them."""
-    found = (each for each in model.modules() if isinstance(each, IntegerWeight))
-    return [weight for weight in found if weight.dequantised is None]

@@ -28,6 +28,8 @@ class GpuProducts:
     RowScaledWeight has codes and scales.
     fp8_blocks: (x, codes, scales of blocks [out / 128, in / 128], bias, out).
     integers: (x and weights of 4 bits, bias, out).
+    fp4: (up to 64 tokens x in bfloat16 and codes of e2m1, bias, out).
+    fp4_numbers: (x and codes of e2m1) to their numbers [out, in] in x's type.
     to_fp4: `fp4.rounded`.
     """
 
@@ -37,6 +39,8 @@ class GpuProducts:
     ]
     fp8_blocks: Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
     integers: Callable[[Operands, Tensor | None, Tensor | None], Tensor]
+    fp4: Callable[[Operands, Tensor | None, Tensor | None], Tensor]
+    fp4_numbers: Callable[[Operands], Tensor]
     to_fp4: Callable[[Tensor, int, Tensor | None], Tensor]
 
 
@@ -57,4 +61,6 @@ def _of_device(device: torch.device) -> GpuProducts | None:
     except ImportError as error:
         logger.warning("quantised weights are slow here: %s", error)
         return None
-    return GpuProducts(gpu.rounded, gpu.scaled, gpu.fp8_blocks, gpu.integers, gpu.to_fp4)
+    return GpuProducts(
+        gpu.rounded, gpu.scaled, gpu.fp8_blocks, gpu.integers, gpu.fp4, gpu.fp4_numbers, gpu.to_fp4
+    )

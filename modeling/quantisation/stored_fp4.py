@@ -13,17 +13,23 @@ import torch
 from torch import Tensor
 
 from configs.quantisation import Activations, Quantisation
-from modeling.quantisation.fp4 import NVFP4, Fp4Weight, scales_of_stored, unpack
-from modeling.quantisation.integers import local_groups
+from modeling.quantisation.fp4 import (
+    NVFP4,
+    Fp4Weight,
+    pack,
+    scales_of_stored,
+    table_of_codes,
+    unpack,
+)
 from modeling.quantisation.stored_fp8 import check_groups, indices
 from modeling.quantisation.stored_integers import covering
 from sharding.checkpoint import CheckpointError
-from sharding.linear_weight import LinearPart
+from sharding.linear_weight import DenseWeight, LinearPart
 from sharding.loader import Weights
 
 
-def read_fp4(weights: Weights, part: LinearPart, how: Quantisation) -> Fp4Weight:
-    """Read a map in nvfp4 or mxfp4."""
+def read_fp4(weights: Weights, part: LinearPart, how: Quantisation) -> Fp4Weight | DenseWeight:
+    """Read a map in nvfp4 or mxfp4; numbers where this rank's inputs cut groups."""
     size = how.group_size
     assert size is not None
     outputs, inputs = part.shape
@@ -35,16 +41,30 @@ def read_fp4(weights: Weights, part: LinearPart, how: Quantisation) -> Fp4Weight
     if packed.dtype is not torch.uint8:
         raise CheckpointError(f"{name} is stored as {packed.dtype}, not as {torch.uint8}")
     codes = unpack(packed)[:, places.to(weights.device)].contiguous()
-    group_of = indices(part.columns, weights.device) // size
     outer = _outer(weights, part, is_modelopt) if size == NVFP4 else None
-    scales = scales_of_stored(_scales(weights, part, size), outer)
-    groups = local_groups(scales, None, group_of, 0)
-    if rounds:
-        check_groups(part, groups.size, size)
+    scales, own = _scales(weights, part, size), indices(part.columns, weights.device)
+    if not _are_whole(own, size):
+        if rounds:
+            check_groups(part, None, size)
+        values = table_of_codes(codes.device)[codes.int()]
+        numbers = values * scales_of_stored(scales, outer)[:, own // size]
+        return DenseWeight(numbers.bfloat16().to(weights.dtype))
+    stored = scales.view(torch.uint8)[:, own[::size] // size].contiguous()
     scale = None
     if rounds and size == NVFP4:
         scale = _input_global_scale(weights, part, is_modelopt)
-    return Fp4Weight(codes, groups, weights.dtype, rounds, scale, outer)
+    of_rows = None if outer is None else outer.repeat(len(codes))
+    return Fp4Weight(*pack(codes, stored), codes.shape[1], weights.dtype, of_rows, rounds, scale)
+
+
+def _are_whole(columns: Tensor, size: int) -> bool:
+    """Whether a rank's inputs are whole groups of so many."""
+    if not len(columns) or len(columns) % size:
+        return False
+    groups = columns.view(-1, size)
+    first = groups[:, :1]
+    inside = torch.arange(size, device=columns.device)
+    return bool((first % size == 0).all()) and torch.equal(groups, first + inside)
 
 
 def _input_global_scale(weights: Weights, part: LinearPart, is_modelopt: bool) -> Tensor:

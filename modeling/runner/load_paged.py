@@ -27,7 +27,7 @@ from modeling.attention.kv_layout import KvLayout, allocate_blocks
 from modeling.attention.select import select_attention, select_checking
 from modeling.models.base import PagedModel
 from modeling.models.eagle3 import Eagle3Heads
-from modeling.quantisation.integers import codes_alone, keep_dequantised
+from modeling.quantisation.coded import codes_alone, keep_dequantised
 from modeling.runner.block_tables import BatchSize
 from modeling.runner.cache import choose_cache
 from modeling.runner.captures import GraphSizes, StepGraphs, capture, graph_sizes_of

@@ -15,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from modeling.kernels.fp4_tiles import ASSEMBLY, factors_of, made_of_codes
 from modeling.kernels.launch import Launcher, aligned, has_dependent_launch, launch_options
-from modeling.layers.kernels.fp4_experts import ASSEMBLY, factors_of, made_of_codes
 from modeling.layers.kernels.stored_weights import Gate, StoredWeight
 
 
@@ -61,7 +61,7 @@ def _quarter(
     """part [chunks, rows, 32] and the products of the codes at one quarter."""
     k += 32 * QUARTER
     own = tl.load(x + k, mask=k < INPUTS, other=0.0).to(tl.float32)
-    made = made_of_codes(words, factors_of(scales, QUARTER, False)[:, :, None], ASM)
+    made = made_of_codes(words, factors_of(scales, QUARTER, False, 0)[:, :, None], ASM)
     return part + made.to(tl.float32) * own[:, None, :]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modeling.layers.kernels.fp4_experts import ASSEMBLY
+from modeling.kernels.fp4_tiles import ASSEMBLY
 from modeling.layers.kernels.integer_experts import integer_constants
 
 
@@ -26,7 +26,8 @@ class StoredCut:
 
 
 FP4_CUTS: tuple[StoredCut, ...] = (
-    StoredCut(64, 16, 64, 64, 4, 4),
+    StoredCut(64, 16, 64, 128, 4, 3),
+    StoredCut(256, 32, 64, 128, 4, 3),
     StoredCut(2**31, 64, 64, 128, 4, 3),
 )
 FP8_CUTS = (

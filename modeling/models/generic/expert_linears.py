@@ -4,17 +4,18 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from configs.architectures.base import ArchitectureError
+from configs.quantisation import WeightFormat
 from modeling.models.generic.fp4_experts import Fp4Matrices
 from modeling.models.generic.integer_experts import IntegerMatrices
 from modeling.models.generic.stacked_experts import StackedExperts, within
 from modeling.models.generic.stored_experts import LinearMatrices, StoredMatrices
 from modeling.quantisation.base import join
 from modeling.quantisation.formats import MARKS, Fp4OfDummies, IntegersOfDummies, StoredFormat
-from modeling.quantisation.fp4 import MXFP4, NVFP4, Fp4Weight
+from modeling.quantisation.fp4 import Fp4Weight
 from modeling.quantisation.fp8 import BlockFp8Weight, Fp8Weight
 from modeling.quantisation.integers import IntegerWeight
 from modeling.quantisation.stored_fp8 import check_groups
-from sharding.linear_weight import LinearPart, LinearWeight
+from sharding.linear_weight import DenseWeight, LinearPart, LinearWeight
 from sharding.loader import Weights
 from sharding.slicing import Segments, whole
 
@@ -45,9 +46,10 @@ def read_linears(
     if not _are_quantised(weights, [part for expert in parts for part in expert]):
         return None
     form = weights.linear_format
-    assert form is not None
+    assert isinstance(form, StoredFormat)
     made = [[form.read(weights, [part]) for part in expert] for expert in parts]
-    _check_cut(parts[0][0], made[0][0])
+    if form.how_of(parts[0][0]).format is WeightFormat.FP4:
+        _check_cut(parts[0][0], made[0][0], form.how_of(parts[0][0]).group_size)
     left = [
         f"{name.removesuffix('weight')}{mark}"
         for names in source.parts.values()
@@ -94,10 +96,10 @@ def _are_quantised(weights: Weights, parts: Sequence[LinearPart]) -> bool:
     return any(stored)
 
 
-def _check_cut(part: LinearPart, weight: LinearWeight) -> None:
-    """Refuse a rank's part that cuts groups of inputs in nvfp4 or mxfp4."""
-    if isinstance(weight, Fp4Weight):
-        check_groups(part, weight.size, MXFP4 if weight.outer is None else NVFP4)
+def _check_cut(part: LinearPart, weight: LinearWeight, size: int | None) -> None:
+    """Refuse a rank's part that cuts groups of inputs in nvfp4 or mxfp4, which became numbers."""
+    if isinstance(weight, DenseWeight) and size is not None:
+        check_groups(part, None, size)
 
 
 def _matrices(name: str, made: Sequence[Sequence[LinearWeight]]) -> StoredMatrices:

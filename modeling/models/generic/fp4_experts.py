@@ -5,23 +5,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from configs.architectures.base import ArchitectureError
-from modeling.models.generic.integer_experts import CHUNK, LEAST
 from modeling.models.generic.stored_experts import StoredMatrices, kept
-from modeling.quantisation.fp4 import (
-    MXFP4,
-    Fp4Weight,
-    rounded,
-    scales_of_stored,
-    table_of_codes,
-    unpack,
-)
-from modeling.quantisation.integers import pack
-from modeling.quantisation.integers import unpack as unpack_chunks
+from modeling.quantisation.fp4 import MXFP4, Fp4Weight, numbers_of, pack, rounded, unpack
 from sharding.loader import Weights
 from sharding.slicing import Segments
+
+LEAST = 32
+"""Inputs that have one byte of scales, or two."""
 
 LARGEST_POWER = 128
 """A kernel makes factors of mxfp4's scales up to it: 2 ** 1."""
@@ -30,9 +22,9 @@ LARGEST_POWER = 128
 class Fp4Matrices(StoredMatrices):
     """One matrix [out, in] for each expert: what a code stands for, times scales.
 
-    codes: int16 [experts, in / 128, out, 32], as `integers.pack` makes them; zeros behind the last
-    input. scales: int32, see `pack_scales`. size: inputs that share a scale. outer: float64
-    [experts, maps], what nvfp4's scales are multiplied by; an expert's maps lie below each other.
+    codes, scales: of each expert as `fp4.pack` makes them. size: inputs that share a scale. outer:
+    float64 [experts, maps], what nvfp4's scales are multiplied by; an expert's maps lie below each
+    other.
     rounds: whether inputs are rounded. input_scales: float32 [experts, maps], the global scales of
     nvfp4's inputs; [experts, 1] where those of all maps are equal. dtype: of the numbers.
     is_turned: whether the module keeps matrices [in, out].
@@ -41,22 +33,18 @@ class Fp4Matrices(StoredMatrices):
     def __init__(
         self,
         experts: Iterable[tuple[Tensor, Tensor]],
+        inputs: int,
         dtype: torch.dtype,
         outer: Tensor | None = None,
         rounds: bool = False,
         input_scales: Tensor | None = None,
         is_turned: bool = False,
     ) -> None:
-        """experts: codes, uint8 [out, in], not packed, and scales of each, uint8 [out, groups]."""
+        """experts: codes and scales of each, as `fp4.pack` makes them."""
         super().__init__()
-        codes, scales = [], []
-        for own, shared in experts:
-            self.inputs_of_output, self.groups = own.shape[1], shared.shape[1]
-            self.size = self.inputs_of_output // self.groups
-            padded = F.pad(own, (0, -self.inputs_of_output % CHUNK))
-            codes.append(pack(padded, CHUNK).view(torch.int16))
-            scales.append(pack_scales(shared, self.size))
+        codes, scales = zip(*experts, strict=True)
         self.codes, self.scales = kept(torch.stack(codes)), kept(torch.stack(scales))
+        self.inputs_of_output, self.size = inputs, LEAST // self.scales.shape[2]
         self.outer = None if outer is None else kept(outer)
         self.input_scales = None if input_scales is None else kept(input_scales)
         self.dtype, self.rounds, self.is_turned = dtype, rounds, is_turned
@@ -70,12 +58,13 @@ class Fp4Matrices(StoredMatrices):
             scales = scales[:, :1].contiguous()
         pairs = (
             (
-                torch.cat([each.unpacked(slice(None)) for each in maps]),
-                torch.cat([each.stored_scales() for each in maps]),
+                torch.cat([each.codes for each in maps], 1),
+                torch.cat([each.scales for each in maps], 2),
             )
             for maps in experts
         )
-        return cls(pairs, first.dtype, _of_maps(experts, "outer"), first.rounds, scales)
+        outer = _of_maps(experts, "outer")
+        return cls(pairs, first.shape[1], first.dtype, outer, first.rounds, scales)
 
     @property
     def form(self) -> str:
@@ -117,15 +106,10 @@ class Fp4Matrices(StoredMatrices):
         return {"size": self.size, "outer": outer, "rounds": self.rounds, "input_scales": scales}
 
     def _matrix(self, expert: int) -> Tensor:
-        """Return one expert's numbers; packages make them of bfloat16 in every type."""
-        codes = unpack_chunks(self.codes[expert].view(torch.uint8))[:, : self.inputs_of_output]
-        values = table_of_codes(codes.device)[codes.int()].view(-1, self.groups, self.size)
-        stored, outer = unpack_scales(self.scales[expert], self.groups), None
-        if self.outer is not None:
-            stored = stored.view(torch.float8_e4m3fn)
-            outer = self._rows(self.outer[expert])[:, None]
-        found = values * scales_of_stored(stored, outer)[..., None]
-        return found.flatten(1).bfloat16().to(self.dtype)
+        """Return one expert's numbers."""
+        outer = None if self.outer is None else self._rows(self.outer[expert])
+        found = numbers_of(self.codes[expert], self.scales[expert], self.inputs_of_output, outer)
+        return found.to(self.dtype)
 
     def _rows(self, of_maps: Tensor) -> Tensor:
         """Return for each output what is of its map: [..., maps] to [..., out]."""
@@ -136,25 +120,7 @@ def _of_maps(experts: Sequence[Sequence[Fp4Weight]], name: str) -> Tensor | None
     """Return numbers that maps have one by one, [experts, maps]; None where they have none."""
     if getattr(experts[0][0], name) is None:
         return None
-    return torch.stack([torch.cat([getattr(each, name) for each in maps]) for maps in experts])
-
-
-def pack_scales(scales: Tensor, size: int) -> Tensor:
-    """Put scales, uint8 [out, groups], into the order of kernels: int32 [in / 128, 32 / size, out].
-
-    A word has those of four quarters of 128 inputs, the first quarter's lowest; where a quarter has
-    two, they are in two words. Zeros behind the last.
-    """
-    each = LEAST // size
-    whole = F.pad(scales, (0, -scales.shape[1] % (4 * each)))
-    quarters = whole.view(len(scales), -1, 4, each)
-    return quarters.permute(1, 3, 0, 2).flatten().view(torch.int32).view(-1, each, len(scales))
-
-
-def unpack_scales(words: Tensor, groups: int) -> Tensor:
-    """Undo `pack_scales`."""
-    quarters = words.unsqueeze(-1).view(torch.uint8)
-    return quarters.permute(2, 0, 3, 1).flatten(1)[:, :groups].contiguous()
+    return torch.stack([torch.cat([getattr(each, name)[:1] for each in maps]) for maps in experts])
 
 
 def is_stored(weights: Weights, name: str) -> bool:
@@ -170,5 +136,5 @@ def read_stored(
     groups = experts, outputs, inputs // MXFP4
     codes = weights.read_stored(f"{name}_blocks", (*groups, MXFP4 // 2), own)
     scales = weights.read_stored(f"{name}_scales", groups, own)
-    pairs = ((unpack(each.flatten(1)), of) for each, of in zip(codes, scales, strict=True))
-    return Fp4Matrices(pairs, weights.dtype, is_turned=True)
+    pairs = (pack(unpack(each.flatten(1)), of) for each, of in zip(codes, scales, strict=True))
+    return Fp4Matrices(pairs, inputs, weights.dtype, is_turned=True)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from modeling.models.generic.fp4_experts import Fp4Matrices
 from modeling.models.generic.integer_experts import IntegerMatrices
 from modeling.quantisation.activations import FP8, rounded_by_group
-from modeling.quantisation.fp4 import MXFP4, NVFP4, rounded
+from modeling.quantisation.fp4 import MXFP4, NVFP4, pack, rounded
 from modeling.quantisation.integers import IntegerWeight, local_groups
 
 Layer = tuple[Any, Any, Any, Callable[..., Tensor]]
@@ -59,8 +59,8 @@ def fp4_weights(
         inputs = torch.rand(count, 1, device=device).mul(800).add(100) if rounds else None
         if inputs is not None and alike:
             inputs[:] = inputs[0]
-    pairs = zip(codes, scales, strict=True)
-    stored = Fp4Matrices(pairs, torch.bfloat16, outer, rounds, inputs)
+    pairs = map(pack, codes, scales)
+    stored = Fp4Matrices(pairs, shape[1], torch.bfloat16, outer, rounds, inputs)
     fields = stored.kernel_fields()
     own = StoredWeight(stored.codes.data, stored.scales.data, None, shape, **fields)
     return own, stored.numbers().float()

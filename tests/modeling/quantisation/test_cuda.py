@@ -1,6 +1,7 @@
 """Products with quantised weights on a GPU, against the reference on the same numbers."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,11 +12,13 @@ from torch.nn import functional as F
 from configs.quantisation import Activations
 from modeling.quantisation import activations
 from modeling.quantisation.base import QuantisedWeight
-from modeling.quantisation.fp4 import MXFP4, NVFP4, round_fp4, rounded
+from modeling.quantisation.coded import CodedWeight
+from modeling.quantisation.fp4 import MXFP4, NVFP4, Fp4Weight, round_fp4, rounded
 from modeling.quantisation.fp8 import round_blocks, round_rows
 from modeling.quantisation.int8 import by_token as by_token_to_int8
 from modeling.quantisation.int8 import round_rows_to_int8
 from modeling.quantisation.integers import Groups, IntegerWeight, local_groups, round_groups
+from sharding.linear_weight import Fp4Scales, Operands
 
 pytestmark = pytest.mark.gpu
 
@@ -62,7 +65,25 @@ def symmetric(dtype: torch.dtype, outputs: int = OUTPUTS, inputs: int = INPUTS) 
     return round_groups(numbers.mul(0.05).to(dtype), 4, 128)
 
 
-INTEGERS = {"4 bits": symmetric, "act-order": act_order, "from a table": from_table}
+INTEGERS: dict[str, Callable[..., IntegerWeight]] = {
+    "4 bits": symmetric,
+    "act-order": act_order,
+    "from a table": from_table,
+}
+
+
+def fp4(size: int, dtype: torch.dtype, outputs: int = OUTPUTS, inputs: int = INPUTS) -> Fp4Weight:
+    """nvfp4 or mxfp4 of weights alone."""
+    generator = torch.Generator("cuda").manual_seed(5)
+    numbers = torch.randn(outputs, inputs, device="cuda", generator=generator)
+    return round_fp4(numbers.mul(0.05).to(dtype), size, rounds=False)
+
+
+CODED: dict[str, Callable[..., CodedWeight]] = {
+    **INTEGERS,
+    "weights in nvfp4": partial(fp4, NVFP4),
+    "weights in mxfp4": partial(fp4, MXFP4),
+}
 
 FORMS: dict[str, Callable[[torch.dtype], QuantisedWeight]] = {
     "fp8": lambda dtype: round_rows(matrix(dtype), matrix(dtype).abs().amax(1).float(), dtype),
@@ -74,8 +95,7 @@ FORMS: dict[str, Callable[[torch.dtype], QuantisedWeight]] = {
     "8 bits": lambda dtype: round_groups(matrix(dtype), 8, 128),
     "nvfp4": lambda dtype: round_fp4(matrix(dtype), NVFP4, rounds=True),
     "mxfp4": lambda dtype: round_fp4(matrix(dtype), MXFP4, rounds=True),
-    "weights in nvfp4": lambda dtype: round_fp4(matrix(dtype), NVFP4, rounds=False),
-    **INTEGERS,
+    **CODED,
 }
 
 
@@ -98,12 +118,12 @@ def test_products(form: str, dtype: torch.dtype) -> None:
             assert found is out
 
 
-@pytest.mark.parametrize("form", INTEGERS)
+@pytest.mark.parametrize("form", CODED)
 @pytest.mark.parametrize("shape", [(64, 14336), (200, 3584), (6144, 4096), (1024, 384)], ids=str)
-def test_integers_of_many_sizes(form: str, shape: tuple[int, int]) -> None:
+def test_codes_of_many_sizes(form: str, shape: tuple[int, int]) -> None:
     """However many warps and programs share the inputs; equal inputs give equal bits."""
-    weight = INTEGERS[form](torch.bfloat16, *shape)
-    for tokens in (1, 8, 9, 16, 24, 40):
+    weight = CODED[form](torch.bfloat16, *shape)
+    for tokens in (1, 8, 9, 16, 24, 40, 64):
         x = torch.randn(tokens, shape[1], device="cuda").to(torch.bfloat16)
         wanted = F.linear(x.float(), weight[:].float())
         found = weight(x, None)
@@ -111,20 +131,42 @@ def test_integers_of_many_sizes(form: str, shape: tuple[int, int]) -> None:
         assert torch.equal(found, weight(x, None))
 
 
-@pytest.mark.parametrize("form", ["8 bits", "4 bits by 32", *INTEGERS])
+FEW_TOKENS: dict[Any, int] = {
+    "4 bits": 64,
+    "act-order": 64,
+    ("nvfp4", torch.bfloat16): 32,
+    ("weights in nvfp4", torch.bfloat16): 32,
+    ("weights in mxfp4", torch.bfloat16): 64,
+}
+"""Up to how many codes are multiplied, by the form and its type."""
+
+
+@pytest.mark.parametrize("form", ["8 bits", "4 bits by 32", "nvfp4", *CODED])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_numbers_beside_codes(form: str, dtype: torch.dtype) -> None:
     """Many tokens are multiplied with the numbers themselves, few as without them."""
     weight, alone = FORMS[form](dtype), FORMS[form](dtype)
-    assert isinstance(weight, IntegerWeight)
+    assert isinstance(weight, CodedWeight)
     weight.dequantise()
     for tokens in TOKENS:
         x = torch.randn(tokens, INPUTS, device="cuda").to(dtype)
         found = weight(x, None, torch.empty(tokens, OUTPUTS, dtype=dtype, device="cuda"))
-        if tokens <= 64 and form in ("4 bits", "act-order"):
+        if tokens <= FEW_TOKENS.get((form, dtype), FEW_TOKENS.get(form, 0)):
             assert torch.equal(found, alone(x, None))
         else:
-            assert torch.equal(found, F.linear(x, alone[:]))
+            assert torch.equal(found, F.linear(weight.inputs(x), alone[:]))
+
+
+@pytest.mark.parametrize("size", [NVFP4, MXFP4])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_numbers_of_fp4_are_the_references(size: int, dtype: torch.dtype) -> None:
+    """To the bit, as packages round them."""
+    from modeling.quantisation.kernels.fp4_product import dequantise_fp4
+
+    weight = fp4(size, dtype, 200, 1024)
+    own = Operands(weight[:1], weight.codes, fp4=Fp4Scales(weight.scales, weight.outer))
+    found = dequantise_fp4(own, torch.empty(200, 1024, dtype=dtype, device="cuda"))
+    assert torch.equal(found, weight[:])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -9,14 +9,10 @@ import torch
 from torch import nn
 
 from configs.model import ModelConfig
-from modeling.quantisation import integers
-from modeling.quantisation.integers import (
-    IntegerWeight,
-    codes_alone,
-    keep_dequantised,
-    local_groups,
-    round_groups,
-)
+from modeling.quantisation import coded
+from modeling.quantisation.coded import CodedWeight, codes_alone, keep_dequantised
+from modeling.quantisation.fp4 import MXFP4, NVFP4, round_fp4
+from modeling.quantisation.integers import IntegerWeight, local_groups, round_groups
 from modeling.quantisation.products import GpuProducts
 from modeling.runner import load_paged as loading
 from modeling.runner.load_paged import load_paged
@@ -51,27 +47,43 @@ def of_blocks(size: int, table: torch.Tensor | None) -> IntegerWeight:
 
 @pytest.mark.parametrize(
     ("weight", "most"),
-    [(of_blocks(64, None), 64), (of_blocks(32, None), 0), (of_blocks(64, torch.ones(16)), 0)],
-    ids=["blocks of 64", "blocks of 32", "from a table"],
-)
+    [
+        (of_blocks(64, None), 64),
+        (of_blocks(32, None), 0),
+        (of_blocks(64, torch.ones(16)), 0),
+        (round_fp4(torch.randn(16, 128).bfloat16(), NVFP4, False), 32),
+        (round_fp4(torch.randn(16, 128).bfloat16(), MXFP4, False), 64),
+        (round_fp4(torch.randn(16, 128).bfloat16() * 2**20, MXFP4, False), 0),
+        (round_fp4(torch.randn(16, 128).half(), NVFP4, False), 0),
+    ],
+    ids=[
+        "blocks of 64", "blocks of 32", "from a table",
+        "nvfp4", "mxfp4", "mxfp4 with large scales", "nvfp4 in float16",
+    ],
+)  # fmt: skip
 def test_codes_are_multiplied_where_a_kernel_for_few_tokens_takes_them(
-    weight: IntegerWeight, most: int, monkeypatch: pytest.MonkeyPatch
+    weight: CodedWeight, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Where no numbers are beside them, always: by a kernel, or as a kernel makes numbers."""
     taken: list[int] = []
 
     def of_codes(operands: Operands, bias: Any, out: Any) -> torch.Tensor:
         taken.append(len(operands.x))
         return operands.x.new_zeros(len(operands.x), 16)
 
-    gpu = GpuProducts(Mock(), Mock(), Mock(), of_codes, Mock())
-    monkeypatch.setattr(integers, "gpu_products", lambda x: gpu)
-    sizes = (1, 3, 64, 65, 300)
+    def numbers_of(operands: Operands) -> torch.Tensor:
+        taken.append(len(operands.x))
+        return weight[:]
+
+    gpu = GpuProducts(Mock(), Mock(), Mock(), of_codes, of_codes, numbers_of, Mock())
+    monkeypatch.setattr(coded, "gpu_products", lambda x: gpu)
+    sizes = (1, 3, 32, 33, 64, 65, 300)
     for tokens in sizes:
-        weight(torch.zeros(tokens, 128), None)
+        weight(torch.zeros(tokens, 128, dtype=weight.dtype), None)
     assert taken == [*sizes]
     weight.dequantise()
     for tokens in sizes:
-        weight(torch.zeros(tokens, 128), None)
+        weight(torch.zeros(tokens, 128, dtype=weight.dtype), None)
     assert taken[len(sizes) :] == [tokens for tokens in sizes if tokens <= most]
 
 

@@ -137,7 +137,7 @@ def test_numbers_are_the_packages_own() -> None:
         ):
             part = LinearPart(module.removesuffix(".weight"), shape, rows, columns)
             found = read(folder, part)
-            assert isinstance(found, Fp4Weight)
+            assert isinstance(found, Fp4Weight) == (len(rows) == 1)
             wanted = torch.cat([whole[a:b] for a, b in rows])
             wanted = torch.cat([wanted[:, a:b] for a, b in columns], dim=1)
             assert torch.equal(found[:], wanted.half())

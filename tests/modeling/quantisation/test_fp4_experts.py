@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from configs.architectures.base import ArchitectureError
 from configs.model import DType, LoadFormat, ModelConfig
 from modeling.adapters.experts import RoutedAdapter
-from modeling.models.generic import experts, fp4_experts
+from modeling.models.generic import experts
 from modeling.models.generic.fp4_experts import Fp4Matrices
+from modeling.quantisation import fp4
 from modeling.quantisation.fp4 import NVFP4, rounded
 from modeling.runner.loading import load_model
 from sharding.group import LoneRank, SingleRank
@@ -333,12 +334,12 @@ def inputs_of_up_have_the_scale_of_gate(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def scales_of_two_groups_are_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = fp4_experts.unpack_scales
+    real = fp4.unpack_scales
 
     def swapped(words: Tensor, groups: int) -> Tensor:
         return real(words, groups).view(len(real(words, groups)), -1, 2).flip(2).flatten(1)
 
-    monkeypatch.setattr(fp4_experts, "unpack_scales", swapped)
+    monkeypatch.setattr(fp4, "unpack_scales", swapped)
 
 
 def an_adapter_reads_rounded_inputs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,10 +22,10 @@ from configs.model import DType, ModelConfig, Quantize
 from configs.quantisation import Activations
 from modeling.quantisation.activations import BLOCK
 from modeling.quantisation.bits_and_bytes import round_int8
-from modeling.quantisation.fp4 import MXFP4, NVFP4, round_fp4
+from modeling.quantisation.fp4 import MXFP4, NVFP4, Fp4Weight, round_fp4, unpack_scales
 from modeling.quantisation.fp8 import round_blocks, round_rows
 from modeling.quantisation.int8 import round_rows_to_int8
-from modeling.quantisation.integers import round_groups
+from modeling.quantisation.integers import round_groups, unpack
 from modeling.runner.load_paged import load_paged
 from modeling.runner.loading import pick_device
 from modeling.runner.paged import ModelRunner
@@ -113,6 +113,13 @@ def as_rounded_int8(name: str, matrix: Tensor) -> Tensors:
     return {f"{name}.weight": made.codes.data, f"{name}.weight_scale": made.scales.data}
 
 
+def stored(made: Fp4Weight) -> tuple[Tensor, Tensor]:
+    """Codes, two of a byte, and scales, as compressed-tensors has them."""
+    codes = unpack(made.codes.data.view(torch.uint8))[:, : made.shape[1]]
+    scales = unpack_scales(made.scales.data, made.shape[1] // made.size)
+    return codes[:, 0::2] | codes[:, 1::2] << 4, scales
+
+
 def as_nvfp4(name: str, matrix: Tensor) -> Tensors:
     """nvfp4 as compressed-tensors has it; numbers of inputs are of numbers up to 7, or 4.
 
@@ -121,10 +128,10 @@ def as_nvfp4(name: str, matrix: Tensor) -> Tensors:
     expert = re.search(r"experts\.(\d+)", name)
     made = round_fp4(matrix, NVFP4, rounds=True)
     assert made.input_global_scale is not None
-    codes, scales = made.unpacked(slice(None)), made.scales.t() * made.input_global_scale
+    packed, scales = stored(made)
     return {
-        f"{name}.weight_packed": codes[:, 0::2] | codes[:, 1::2] << 4,
-        f"{name}.weight_scale": scales.to(torch.float8_e4m3fn),
+        f"{name}.weight_packed": packed,
+        f"{name}.weight_scale": scales.view(torch.float8_e4m3fn),
         f"{name}.weight_global_scale": made.input_global_scale.data,
         f"{name}.input_global_scale": torch.tensor([400.0 + 40 * int(expert[1] if expert else 0)]),
     }
@@ -132,12 +139,8 @@ def as_nvfp4(name: str, matrix: Tensor) -> Tensors:
 
 def as_mxfp4(name: str, matrix: Tensor) -> Tensors:
     """mxfp4 as compressed-tensors has it."""
-    made = round_fp4(matrix, MXFP4, rounds=True)
-    codes = made.unpacked(slice(None))
-    return {
-        f"{name}.weight_packed": codes[:, 0::2] | codes[:, 1::2] << 4,
-        f"{name}.weight_scale": (made.scales.t().log2() + 127).byte(),
-    }
+    packed, scales = stored(round_fp4(matrix, MXFP4, rounds=True))
+    return {f"{name}.weight_packed": packed, f"{name}.weight_scale": scales}
 
 
 def compressed_to_fp4(rounds: bool, strategy: str, size: int, dynamic: Any) -> dict[str, Any]:

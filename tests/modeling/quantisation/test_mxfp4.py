@@ -15,6 +15,7 @@ from configs.architectures.base import ArchitectureError
 from configs.model import DType, ModelConfig
 from modeling.models.generic.experts import RoutedLayers
 from modeling.models.generic.fp4_experts import Fp4Matrices
+from modeling.quantisation.fp4 import pack
 from modeling.runner.loading import load_model
 from sharding.group import LoneRank, SingleRank
 from tests.checkpoints import load_oracle, write_adapter
@@ -131,12 +132,12 @@ def test_whole_experts_in_mxfp4_are_refused_on_gpus(
 
 def matrices(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Fp4Matrices:
     """Put together codes, uint8 [experts, out, in], and scales [experts, out, in / 32]."""
-    return Fp4Matrices(zip(codes, scales, strict=True), dtype)
+    return Fp4Matrices(map(pack, codes, scales), codes.shape[2], dtype)
 
 
 @pytest.mark.parametrize("inputs", [64, 96, 128, 224])
 def test_kernels_read_the_same_numbers(inputs: int) -> None:
-    """By masks and a factor, as modeling/layers/kernels/fp4_experts.py makes them."""
+    """By masks and a factor, as modeling/kernels/fp4_tiles.py makes them."""
     codes = torch.randint(0, 16, (2, 6, inputs), dtype=torch.uint8)
     scales = torch.randint(1, 129, (2, 6, inputs // 32), dtype=torch.uint8)
     stored = matrices(codes, scales, torch.bfloat16)

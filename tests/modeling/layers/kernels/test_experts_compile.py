@@ -17,6 +17,7 @@ TYPES = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
     torch.float32: "*fp32",
+    torch.float64: "*fp64",
     torch.uint8: "*u8",
     torch.int16: "*i16",
     torch.int32: "*i32",

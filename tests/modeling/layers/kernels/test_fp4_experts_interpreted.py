@@ -27,7 +27,7 @@ from tests.modeling.parity.comparison import engine_config
 from tests.modeling.quantisation.stored_layers import fp4_weights, inputs_of
 
 triton, tl = (pytest.importorskip(name) for name in ("triton", "triton.language"))
-fp4_experts = pytest.importorskip("modeling.layers.kernels.fp4_experts")
+fp4_tiles = pytest.importorskip("modeling.kernels.fp4_tiles")
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1"
@@ -37,8 +37,8 @@ pytestmark = pytest.mark.skipif(
 @triton.jit  # type: ignore[untyped-decorator]
 def _factors(scales: Any, out: Any, QUARTER: Any) -> None:
     at = tl.arange(0, 128)
-    found = fp4_experts.factors_of(tl.load(scales + at), QUARTER, True)
-    tl.store(out + at, found.to(tl.float32))
+    found = fp4_tiles.factors_of(tl.load(scales + at), QUARTER, True, 8)
+    tl.store(out + at, found)
 
 
 def test_factors_are_the_scales() -> None:
@@ -48,9 +48,11 @@ def test_factors_are_the_scales() -> None:
     for quarter in range(4):
         words = torch.full((128,), 0x7F7F7F7F, dtype=torch.int32)
         words.view(torch.uint8).view(128, 4)[:, quarter] = numbers
-        found = torch.empty(128)
+        found = torch.empty(128, dtype=torch.int32)
         _factors[(1,)](words, found, QUARTER=quarter)
-        assert torch.equal(found[:127], wanted)
+        low, high = found.view(torch.bfloat16).view(128, 2).float().unbind(1)
+        assert torch.equal(low, high)
+        assert torch.equal(low[:127], wanted)
 
 
 @pytest.fixture
@@ -66,7 +68,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Any:
         for name in names:
             monkeypatch.setattr(module, name, Interpreted(getattr(module, name)._kernel))
     monkeypatch.setattr(rounding, "_fp4", Interpreted(rounding._to_fp4))
-    monkeypatch.setattr(fp4_experts, "made_of_codes", by_hand)
+    monkeypatch.setattr(fp4_tiles, "made_of_codes", by_hand)
     # mxfp4 of weights alone, pair by pair: test_stored_pairs_interpreted.py.
     monkeypatch.setattr(stored, "FEW_TOKENS", 0)
     return stored

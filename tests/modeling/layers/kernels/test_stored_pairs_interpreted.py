@@ -34,7 +34,8 @@ def by_hand(words: Any, factors: Any, ASM: Any) -> Any:
     size = code & 7
     power = tl.exp2(((size >> 1) - 1).to(tl.float32))
     number = tl.where(size < 2, 0.5 * size, power * (1 + 0.5 * (size & 1)))
-    return tl.where(code > 7, -number, number) * (factors.to(tl.float32) * 2.0**-126)
+    factor = (factors & -65536).to(tl.float32, bitcast=True)
+    return tl.where(code > 7, -number, number) * (factor * 2.0**-126)
 
 
 @pytest.fixture
