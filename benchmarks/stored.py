@@ -4,6 +4,21 @@ import json
 from pathlib import Path
 from typing import Any
 
+_NVFP4 = {"type": "float", "num_bits": 4, "strategy": "tensor_group", "group_size": 16}
+
+
+def _nvfp4(**inputs: Any) -> dict[str, Any]:
+    """Say that linear layers are in nvfp4; inputs: how their inputs are rounded."""
+    group = {"targets": ["Linear"], "weights": _NVFP4, **inputs}
+    return {
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        "format": "nvfp4-pack-quantized",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": group},
+    }
+
+
 STORED: dict[str, dict[str, Any]] = {
     "fp8-blocks": {
         "quant_method": "fp8",
@@ -36,6 +51,8 @@ STORED: dict[str, dict[str, Any]] = {
             }
         },
     },
+    "nvfp4": _nvfp4(input_activations={**_NVFP4, "dynamic": "local"}),
+    "nvfp4-weights": _nvfp4(),
     "gptq": {
         "quant_method": "gptq",
         "bits": 4,

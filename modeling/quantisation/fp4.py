@@ -201,10 +201,18 @@ class Fp4Weight(CodedWeight):
         self, gpu: GpuProducts, x: Tensor, bias: Tensor | None, out: Tensor | None
     ) -> Tensor:
         """x W^T + bias by kernels that read codes."""
-        operands = Operands(x, self.codes, fp4=Fp4Scales(self.scales, self.outer))
+        operands = self._operands(x)
         if self._multiplies_codes and len(x) <= MOST_TOKENS:
             return gpu.fp4(operands, bias, out)
         return multiply(x, gpu.fp4_numbers(operands), bias, out)
+
+    def joins(self, x: Tensor) -> bool:
+        """Return whether a GPU has a kernel for x that an adapter's shrink may join."""
+        return len(x) <= self.few_tokens and gpu_products(x) is not None
+
+    def operands(self, x: Tensor) -> Operands:
+        """Return x as the product sees it, and the codes."""
+        return self._operands(self.inputs(x))
 
     def inputs(self, x: Tensor) -> Tensor:
         """Return x as the product sees it."""
@@ -219,6 +227,9 @@ class Fp4Weight(CodedWeight):
         codes, scales = self.codes[:, rows], self.scales[..., rows]
         outer = None if self.outer is None else self.outer[rows]
         return numbers_of(codes, scales, self.shape[1], outer).to(self.dtype)
+
+    def _operands(self, inputs: Tensor) -> Operands:
+        return Operands(inputs, self.codes, fp4=Fp4Scales(self.scales, self.outer))
 
     @property
     def _multiplies_codes(self) -> bool:

@@ -10,11 +10,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from modeling.adapters.kernels.product import (
     AHEAD,
     ProductForm,
+    fp4_product_kernel,
     integer_product_kernel,
     product_kernel,
     scaled_product_kernel,
 )
-from modeling.adapters.kernels.row_product import row_product_kernel
+from modeling.adapters.kernels.row_product import fp4_row_product_kernel, row_product_kernel
+from modeling.kernels import fp4_rows, fp4_tiles
 from modeling.kernels.integer_rows import rows_cut, rows_options
 from modeling.kernels.integer_tiles import (
     CUTS,
@@ -54,6 +56,8 @@ def launch_product(
     launch = _dense if operands.scales is None else _scaled
     if operands.groups is not None:
         launch = _integers
+    if operands.fp4 is not None:
+        launch = _fp4
     launch(form, y, operands, sums, arrived, shrink)
 
 
@@ -118,6 +122,37 @@ def _integers(
         sums, arrived, rows, outputs, operands.x.stride(0),
         y.stride(0), shrink.programs, shrink.tile_programs, shrink.x, *shrink.arguments,
         **integer_constants(operands), **sizes, **options,
+        **shrink.constants, **launch_options(shrink.constants["PDL"]),
+    )
+    # fmt: on
+
+
+def _fp4(
+    form: ProductForm, y: Tensor, operands: Operands, sums: Tensor, arrived: Tensor, shrink: Shrink
+) -> None:
+    own, (chunks, outputs, _), rows = operands.fp4, operands.weight.shape, len(y)
+    assert own is not None
+    inputs = shrink.x.shape[1]
+    made: dict[str, Any] = {"INPUTS": inputs, "IS_NVFP4": own.outer is not None}
+    found = fp4_rows.rows_cut(rows, inputs, outputs)
+    if found is None:
+        kernel, cut = (
+            fp4_product_kernel,
+            fp4_tiles.FEW if rows <= fp4_tiles.FEW.rows else fp4_tiles.MORE,
+        )
+        shares, width = cut.shares(outputs, inputs), cut.outputs
+        sizes, options = tile_options(cut, rows, shares)
+        made |= fp4_tiles.ASSEMBLY
+    else:
+        kernel, width = fp4_row_product_kernel, found.outputs
+        sizes, options = rows_options(found, outputs, chunks)
+        shares = sizes["SHARES"]
+    # fmt: off
+    kernel[(shrink.programs + -(-outputs // width) * shares,)](
+        operands.x, operands.weight, own.scales, own.scales if own.outer is None else own.outer, y,
+        sums, arrived, rows, outputs, operands.x.stride(0),
+        y.stride(0), shrink.programs, shrink.tile_programs, shrink.x, *shrink.arguments,
+        **made, **sizes, **options,
         **shrink.constants, **launch_options(shrink.constants["PDL"]),
     )
     # fmt: on

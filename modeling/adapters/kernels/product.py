@@ -20,6 +20,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from modeling.adapters.kernels.shrink import UNSPECIALIZED, shrink_tiles
+from modeling.kernels.fp4_tiles import fp4_tile
 from modeling.kernels.integer_tiles import integer_tile
 from modeling.kernels.tiles import prefetch, scaled_tile, store_tile
 
@@ -276,4 +277,51 @@ def integer_product_kernel(
             num_rows, num_outputs, own_stride, y_stride,
             INPUTS, CHUNK, CHUNKS, MIDDLE, HAS_ZEROS, RAISED, ASM0, ASM1, ASM2, ASM3,
             ROWS, BLOCK_N, SHARES, False, PDL,
+        )
+
+
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=[*UNSPECIALIZED, "num_rows", "num_shrinks", "num_tile_programs"]
+)
+def fp4_product_kernel(
+    x_own: "Any", codes: "Any", scales: "Any", outer: "Any", y: "Any",
+    sums: "Any", arrived: "Any", num_rows: "Any", num_outputs: "Any", own_stride: "Any",
+    y_stride: "Any", num_shrinks: "Any", num_tile_programs: "Any",
+    x: "Any", a0: "Any", a1: "Any", a2: "Any",
+    records: "Any", page_table: "Any", ranks: "Any",
+    partials: "Any", summed: "Any", summed_stride: "Any",
+    projection0: "Any", projection1: "Any", projection2: "Any", layer: "Any",
+    x_stride: "Any", split_width: "Any", num_splits: "Any", positions: "Any",
+    INPUTS: tl.constexpr, IS_NVFP4: tl.constexpr,
+    ASM0: tl.constexpr, ASM1: tl.constexpr, ASM2: tl.constexpr, ASM3: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, SHARES: tl.constexpr,
+    PROJECTIONS: tl.constexpr, TABLE_PAGES: tl.constexpr, TABLE_LAYERS: tl.constexpr,
+    LAYERS: tl.constexpr,
+    MAX_RANK: tl.constexpr, HEADER: tl.constexpr, SPLITS: tl.constexpr, SUMMED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, MORE_ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """The same where weights are nvfp4 or mxfp4. x_own: x as the product sees it."""
+    if PDL:
+        gdc_launch_dependents()
+    program = tl.program_id(0)
+    if program < num_shrinks:
+        shrink_tiles(
+            program // num_tile_programs, program % num_tile_programs, num_tile_programs,
+            x, a0, a1, a2,
+            records, page_table, ranks,
+            partials, summed, summed_stride,
+            projection0, projection1, projection2, layer, INPUTS,
+            x_stride, split_width, num_splits, positions,
+            PROJECTIONS, TABLE_PAGES, TABLE_LAYERS, LAYERS,
+            MAX_RANK, HEADER, SPLITS, SUMMED, BLOCK_M, BLOCK_R, MORE_ROWS, BLOCK_K, PDL,
+        )
+    else:
+        own = program - num_shrinks
+        num_blocks = (tl.num_programs(0) - num_shrinks) // SHARES
+        fp4_tile(
+            own % num_blocks, own // num_blocks, num_blocks,
+            x_own, codes, scales, outer, y, y, sums, arrived,
+            num_rows, num_outputs, own_stride, y_stride,
+            INPUTS, IS_NVFP4, ASM0, ASM1, ASM2, ASM3, ROWS, BLOCK_N, SHARES, False, PDL,
         )

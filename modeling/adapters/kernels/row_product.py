@@ -12,6 +12,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from modeling.adapters.kernels.shrink import UNSPECIALIZED
+from modeling.kernels.fp4_rows import fp4_row_tile
 from modeling.kernels.integer_rows import row_tile
 
 AT_ONCE = gl.constexpr(4)
@@ -185,4 +186,50 @@ def row_product_kernel(
             num_rows, num_outputs, own_stride, y_stride,
             INPUTS, CHUNK, CHUNKS, MIDDLE, HAS_ZEROS, RAISED, ASM0, ASM1, ASM2, ASM3,
             ROWS, BLOCK_N, TURN, SHARES, False, PDL,
+        )
+
+
+@gluon.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=[*UNSPECIALIZED, "num_rows", "num_shrinks", "num_tile_programs"]
+)
+def fp4_row_product_kernel(
+    x_own: "Any", codes: "Any", scales: "Any", outer: "Any", y: "Any",
+    sums: "Any", arrived: "Any", num_rows: "Any", num_outputs: "Any", own_stride: "Any",
+    y_stride: "Any", num_shrinks: "Any", num_tile_programs: "Any",
+    x: "Any", a0: "Any", a1: "Any", a2: "Any",
+    records: "Any", page_table: "Any", ranks: "Any",
+    partials: "Any", summed: "Any", summed_stride: "Any",
+    projection0: "Any", projection1: "Any", projection2: "Any", layer: "Any",
+    x_stride: "Any", split_width: "Any", num_splits: "Any", positions: "Any",
+    INPUTS: gl.constexpr, IS_NVFP4: gl.constexpr,
+    ROWS: gl.constexpr, BLOCK_N: gl.constexpr, TURN: gl.constexpr, SHARES: gl.constexpr,
+    PROJECTIONS: gl.constexpr, TABLE_PAGES: gl.constexpr, TABLE_LAYERS: gl.constexpr,
+    LAYERS: gl.constexpr,
+    MAX_RANK: gl.constexpr, HEADER: gl.constexpr, SPLITS: gl.constexpr, SUMMED: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_R: gl.constexpr, MORE_ROWS: gl.constexpr, BLOCK_K: gl.constexpr,
+    PDL: gl.constexpr,
+) -> None:
+    """The same of weights in nvfp4 and mxfp4. x_own: x as the product sees it."""
+    if PDL:
+        gdc_launch_dependents()
+    gl.static_assert(not SUMMED)
+    program = gl.program_id(0)
+    if program < num_shrinks:
+        _shrink_tiles(
+            program // num_tile_programs, program % num_tile_programs, num_tile_programs,
+            x, a0, a1, a2,
+            records, page_table, ranks, partials,
+            projection0, projection1, projection2, layer, INPUTS,
+            x_stride, split_width, num_splits, positions,
+            PROJECTIONS, TABLE_PAGES, TABLE_LAYERS, LAYERS,
+            MAX_RANK, HEADER, SPLITS, BLOCK_M, BLOCK_R, MORE_ROWS, BLOCK_K, PDL,
+        )
+    else:
+        own = program - num_shrinks
+        num_blocks = (gl.num_programs(0) - num_shrinks) // SHARES
+        fp4_row_tile(
+            own % num_blocks, own // num_blocks, num_blocks,
+            x_own, codes, scales, outer, y, y, sums, arrived,
+            num_rows, num_outputs, own_stride, y_stride,
+            INPUTS, IS_NVFP4, ROWS, BLOCK_N, TURN, SHARES, False, PDL,
         )
