@@ -28,6 +28,9 @@ LARGEST = 6.0
 NVFP4, MXFP4 = 16, 32
 """Inputs that share a scale."""
 
+LARGEST_SCALE = 126
+"""The largest number of e4m3, as a byte: what follows is no number, or negative."""
+
 MOST_TOKENS = 64
 """That kernels multiply with codes, and not with numbers."""
 
@@ -161,8 +164,8 @@ class Fp4Weight(CodedWeight):
         self.input_global_scale = (
             None if input_global_scale is None else self.keep(input_global_scale)
         )
-        largest = int(scales.view(torch.uint8).max())
-        self._in_range = outer is not None or largest <= LARGEST_POWER
+        is_large = bool((scales.view(torch.uint8) > LARGEST_POWER).any())
+        self._in_range = outer is not None or not is_large
 
     @property
     def form(self) -> str:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from configs.quantisation import Activations, Quantisation
 from modeling.quantisation.fp4 import (
+    LARGEST_SCALE,
     NVFP4,
     Fp4Weight,
     pack,
@@ -89,6 +90,8 @@ def _scales(weights: Weights, part: LinearPart, size: int) -> Tensor:
     wanted = torch.float8_e4m3fn if size == NVFP4 else torch.uint8
     if stored.dtype is not wanted:
         raise CheckpointError(f"{name} is stored as {stored.dtype}, not as {wanted}")
+    if size == NVFP4 and bool((stored.view(torch.uint8) > LARGEST_SCALE).any()):
+        raise CheckpointError(f"{name} has scales that are negative or no numbers")
     return stored
 
 

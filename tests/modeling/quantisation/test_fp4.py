@@ -181,6 +181,7 @@ def test_a_request_does_not_change_its_neighbours() -> None:
         ),
         ("weight_packed", torch.ones(128, 64), r"stored as torch.float32, not as torch.uint8"),
         ("weight_scale", torch.ones(128, 7).to(torch.float8_e4m3fn), r"\(128, 7\)"),
+        ("weight_scale", torch.full((128, 8), -1.0).to(torch.float8_e4m3fn), "negative or no"),
     ],
 )
 def test_tensors_that_do_not_fit(
