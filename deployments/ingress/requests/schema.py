@@ -188,7 +188,9 @@ class CompletionBody(_Body):
 def prompts_of(given: object) -> list[str | list[int]]:
     """A list with one entry for each prompt, from any of OpenAI's four forms."""
     prompts = [given] if isinstance(given, str) or _is_ids(given) else given
-    if isinstance(prompts, list) and all(_is_text(p) or _is_ids(p) for p in prompts):
+    if isinstance(prompts, list) and all(isinstance(p, str) or _is_ids(p) for p in prompts):
+        if not all(is_encodable(prompt) for prompt in prompts if isinstance(prompt, str)):
+            raise ValueError("must be valid Unicode")
         return prompts
     raise ValueError("must be a string, token ids, or a list of strings or of token id lists")
 
@@ -196,10 +198,6 @@ def prompts_of(given: object) -> list[str | list[int]]:
 def _is_ids(value: object) -> bool:
     """Whether this is a prompt of token ids. `type`, because a bool is an int too."""
     return isinstance(value, list) and bool(value) and all(type(id) is int for id in value)
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str) and is_encodable(value)
 
 
 class ContentPart(Typed):
