@@ -325,7 +325,7 @@ class HostAdapterCache:
             self._write_stack(stack, pages[index], output_rows[index], sums, experts)
         for matrix in ranged_matrices(adapter, self._projections, self._dtype):
             index = matrix.position.projection
-            parts = matrix.rows.split(self._projections[index].num_layers * PAGE_ROWS)
+            parts = torch.split(matrix.rows, self._projections[index].num_layers * PAGE_ROWS)
             for page, part in zip(pages[index], parts, strict=True):
                 page.a.write(matrix.first * PAGE_ROWS, part)
 
