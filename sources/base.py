@@ -47,11 +47,13 @@ class RemoteFile:
     """A file at a source.
 
     name: in the adapter's folder. size: bytes. tag: changes with the content.
+    sha256: of its bytes, in hexadecimal; "" where the source does not say it.
     """
 
     name: str
     size: int
     tag: str
+    sha256: str = ""
 
 
 @dataclass(frozen=True)

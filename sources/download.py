@@ -1,5 +1,6 @@
 """Download one adapter's files into a folder; broken downloads are resumed."""
 
+import hashlib
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,22 +39,23 @@ class Download:
     def _fetch(self, file: RemoteFile, part: Path) -> None:
         """Read until the file is complete; only attempts without progress count."""
         attempt, longest = 0, _size(part)
-        while _size(part) != file.size or not part.exists():
+        while not _has_arrived(part, file):
             try:
                 self._read(file, part)
-                fault: Exception = Unreachable("fewer bytes came than its source had announced")
+                if _has_arrived(part, file):
+                    return
+                came = "fewer" if part.exists() else "other"
+                fault: Exception = Unreachable(f"{came} bytes came than its source had announced")
             except Exception as error:
                 # The source knows which of its errors are transient.
                 if not self.source.is_transient(error):
                     raise
                 fault = error
             now = _size(part)
-            if now == file.size:
-                return
             attempt, longest = (0, now) if now > longest else (attempt + 1, longest)
             if attempt >= self.retry.attempts:
                 raise Unreachable(f"{file.name} broke off: {fault_of(fault)}") from fault
-            self.retry.wait(attempt)
+            self.retry.wait(attempt, fault)
 
     def _read(self, file: RemoteFile, part: Path) -> None:
         """Append the source's bytes; more than the file's size are an error."""
@@ -72,6 +74,19 @@ class Download:
 
 def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
+
+
+def _has_arrived(part: Path, file: RemoteFile) -> bool:
+    """Return whether a download is complete; one of other bytes is deleted."""
+    if not _is_whole(part, file):
+        return False
+    if file.sha256:
+        with part.open("rb") as content:
+            found = hashlib.file_digest(content, "sha256").hexdigest()
+        if found != file.sha256:
+            part.unlink()
+            return False
+    return True
 
 
 def _is_whole(path: Path, file: RemoteFile) -> bool:

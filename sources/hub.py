@@ -71,7 +71,10 @@ class HubSource:
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise Unreachable("its answer describes no repository") from error
         files = tuple(
-            RemoteFile(file.rfilename, file.size, file.blob_id or "")
+            RemoteFile(
+                *(file.rfilename, file.size, file.blob_id or ""),
+                sha256=file.lfs.sha256 if file.lfs is not None else "",
+            )
             for file in info.siblings or ()
             if is_adapter_file(file.rfilename, self._allow_pickle)
         )

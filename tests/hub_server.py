@@ -35,6 +35,7 @@ class Repository:
 class HubServer(LocalServer):
     """`with HubServer() as hub`; faults: statuses that answer the next requests instead.
 
+    fault_headers: of those answers.
     descriptions: bodies that answer the next requests about a repository instead.
     requests: paths of all that came, in order. cuts: so many bytes of a file go out, then the
     connection breaks, once for each entry. resumed: where downloads went on.
@@ -44,6 +45,7 @@ class HubServer(LocalServer):
         super().__init__(_Handler)
         self.repositories: dict[str, Repository] = {}
         self.faults: list[int] = []
+        self.fault_headers: dict[str, str] = {}
         self.descriptions: list[bytes] = []
         self.cuts: list[int] = []
         self.requests: list[str] = []
@@ -83,7 +85,7 @@ class _Handler(BaseHTTPRequestHandler):
         hub = self.owner
         hub.note(self.path)
         if hub.faults:
-            self._answer(hub.faults.pop(0), b"fault on order")
+            self._answer(hub.faults.pop(0), b"fault on order", hub.fault_headers)
         elif self.path.startswith("/api/models/"):
             self._describe(*_split(self.path.removeprefix("/api/models/")))
         else:
@@ -118,10 +120,7 @@ class _Handler(BaseHTTPRequestHandler):
             "sha": sha,
             "private": repository.readers is not None and not repository.gated,
             "gated": "manual" if repository.gated else False,
-            "siblings": [
-                {"rfilename": name, "size": len(data), "blobId": hashlib.sha1(data).hexdigest()}
-                for name, data in files.items()
-            ],
+            "siblings": [_sibling(name, data) for name, data in files.items()],
         }
         self._answer(200, json.dumps(description).encode(), {"Content-Type": "application/json"})
 
@@ -166,6 +165,15 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 _GATED = {"X-Error-Code": "GatedRepo"}
+
+
+def _sibling(name: str, data: bytes) -> dict[str, Any]:
+    """A file's description; weights are kept in LFS, as on the hub."""
+    found = {"rfilename": name, "size": len(data), "blobId": hashlib.sha1(data).hexdigest()}
+    if not name.endswith((".safetensors", ".bin")):
+        return found
+    lfs = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest(), "pointerSize": 134}
+    return {**found, "lfs": lfs}
 
 
 def _split(path: str) -> tuple[str, str]:

@@ -1,6 +1,7 @@
 """Sends a batch's requests to an application in this process, under their key's permissions."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
@@ -11,6 +12,8 @@ from starlette.types import Receive, Scope, Send
 from deployments.ingress.access.keys import Grant
 
 LONGEST_WAIT_S = 60.0
+LONGEST_OUTAGE_S = 1800.0
+_AWAY = 503
 _URL = "http://batch"
 
 
@@ -62,9 +65,14 @@ def sender(app: FastAPI, key: str) -> SendRequest:
 
 
 async def send_until_done(send: SendRequest, path: str, body: bytes) -> LineReply:
-    """Send one request until the server does not refuse it."""
-    backoff = 1.0
+    """Send one request until the server does not refuse it.
+
+    Where nothing ends it from outside, an adapter that cannot be had must not keep it for ever.
+    """
+    backoff, began = 1.0, time.monotonic()
     while (reply := await send(path, body)).is_refusal:
+        if reply.status == _AWAY and time.monotonic() - began > LONGEST_OUTAGE_S:
+            return reply
         await asyncio.sleep(reply.seconds_to_wait(backoff))
         backoff = min(2 * backoff, LONGEST_WAIT_S)
     return reply

@@ -20,6 +20,7 @@ from modeling.runner.adapter_check import (
     as_peft,
     base_tensors,
     judge,
+    model_dtype,
 )
 from sharding.checkpoint import CheckpointError
 from sources.model import ModelNotFound
@@ -44,7 +45,7 @@ def _verdict(folder: Path, config: EngineConfig) -> AdapterVerdict:
     try:
         with console.status(f"reading {config.model.id}", spinner="line"):
             base = base_tensors(config, folder)
-            projections = adaptable(config, base)
+            projections, dtype = adaptable(config, base), model_dtype(config)
     except (ArchitectureError, CheckpointError, ModelNotFound, ValueError) as error:
         fail(f"the model cannot be read: {error}", status=2)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -53,7 +54,7 @@ def _verdict(folder: Path, config: EngineConfig) -> AdapterVerdict:
         def read(done: int, total: int) -> None:
             progress.update(task, completed=done, total=total)
 
-        return judge(folder, projections, config.adapters, read, base)
+        return judge(folder, projections, config.adapters, read, base, dtype)
 
 
 def _config(model: str, settings: dict[str, object]) -> EngineConfig:

@@ -19,6 +19,7 @@ from deployments.contract import Completion, EngineInfo, ErrorKind
 from deployments.ingress.access.keys import hub_token
 from deployments.ingress.generation.engine import EngineClient
 from deployments.ingress.generation.replies import FinishedCall, whole
+from deployments.ingress.http.body_values import Integer
 from deployments.ingress.http.errors import RequestError, invalid
 from deployments.ingress.http.unicode import Unicode
 from deployments.ingress.lorax.jobs import adapter_of
@@ -81,7 +82,7 @@ class EmbeddingsBody(PromptBody):
     model: Unicode = Field(max_length=1024)
     input: list[str | list[int]]
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: int | None = None
+    dimensions: Integer | None = None
     pooling: Literal["mean", "last"] | None = None
     normalize: bool | None = None
 

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 from starlette.requests import Request
 
 from configs.architectures.classifiers import up_to_score
@@ -16,6 +16,7 @@ from deployments.contract import EngineInfo, GenerateRequest, SequenceRequest
 from deployments.ingress.access.keys import hub_token
 from deployments.ingress.adapter_names.merges import MergedAdapters, check_merge, requested_adapter
 from deployments.ingress.generation.engine import EngineClient, GenerationJob, IngressSettings
+from deployments.ingress.http.body_values import Typed
 from deployments.ingress.http.errors import RequestError, invalid
 from deployments.ingress.http.unicode import Unicode
 from deployments.ingress.lorax.jobs import adapter_of
@@ -25,7 +26,7 @@ from deployments.ingress.requests.request_fields import RefusedField, refuse_oth
 from deployments.ingress.text.tokenizer import Limit, ModelTokenizer
 
 
-class PromptBody(BaseModel):
+class PromptBody(Typed):
     """The fields that name a model or an adapter; `parameters` are LoRAX's."""
 
     model_config = ConfigDict(frozen=True, extra="allow")

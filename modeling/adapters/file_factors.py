@@ -16,8 +16,8 @@ from torch import Tensor
 from modeling.adapters.host_pages import PAGE_ROWS, HostMatrix, HostPage
 from modeling.adapters.merge import OpenAdapter
 from modeling.adapters.peft.adapter import PeftAdapter, reading
-from modeling.adapters.peft.tensors import have_finite_sums
 from modeling.adapters.projection import Projection, ProjectionKind
+from modeling.adapters.ranges import are_within, ranged_stacks
 from sharding.tensor_file import STORED_TYPES
 
 Piece = tuple[str, int, memoryview]
@@ -38,11 +38,13 @@ class FileB(NamedTuple):
 class FileFactors:
     """The factors of an adapter that are read from its file into pages.
 
+    dtype: the pools'.
     modules: their paths, by the index of their projection.
     of_b: one rank and scaling for each projection.
     """
 
     adapter: PeftAdapter
+    dtype: torch.dtype
     modules: Mapping[int, Sequence[str]]
     of_b: Mapping[int, FileB]
 
@@ -52,19 +54,22 @@ class FileFactors:
         """Fill pages, which are zero elsewhere; returns the adapter without what was read.
 
         pages: of all projections. memory: what holds them all, in few tensors. Refuses values that
-        are not finite.
+        are not finite, or would not be when they are scaled.
         """
         with reading():
             self.adapter.file.read_pieces(self._pieces(pages))
         filled = (matrix for i in self.modules for page in pages[i] for matrix in (page.a, page.bt))
         names = [name for own in self.modules.values() for name in own]
-        # After each sum a thread waits for the interpreter while others stage, so few are tried
-        # first. Between pages and behind them, the memory holds whatever it held before.
-        if not have_finite_sums(memory) and not have_finite_sums(
-            part for matrix in filled for part in matrix.ranges
+        # Values that stay finite when a load scales them. Each look takes the interpreter from
+        # threads that stage others, so few are tried first. Between pages and behind them, the
+        # memory holds whatever it held before.
+        largest = max(1.0, *(abs(b.scale) for b in self.of_b.values()))
+        most = torch.finfo(self.dtype).max / largest
+        if not are_within(memory, most) and not are_within(
+            (part for matrix in filled for part in matrix.ranges), most
         ):
-            for name in names:
-                self.adapter.factors(name)
+            for _ in ranged_stacks(self.adapter, self.adapter.projections, self.dtype):
+                pass
         return self.adapter.without({*names})
 
     def _pieces(self, pages: Sequence[Sequence[HostPage]]) -> Iterator[Piece]:
@@ -104,7 +109,7 @@ def find_in_file(adapter: OpenAdapter, dtype: torch.dtype) -> FileFactors | None
             of_b[index] = kinds.pop()
     if not of_b:
         return None
-    return FileFactors(adapter, {index: modules[index] for index in of_b}, of_b)
+    return FileFactors(adapter, dtype, {index: modules[index] for index in of_b}, of_b)
 
 
 class FileBLoads:

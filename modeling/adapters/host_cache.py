@@ -1,10 +1,9 @@
 """HostAdapterCache: a rank's staged adapters in the pinned pool, laid out as the device's pools.
 
-B that is read from its file directly (`file_factors.py`) lies otherwise in the same pages.
-
 A page of a projection has two matrices, A and Bt, each [layers * 8, width]. An adapter's matrices
 follow each other through its pieces of the pool in whole rows. So a matrix is one contiguous row
-range, or one for each piece that it crosses; each row range is one copy to the device.
+range, or one for each piece that it crosses; each row range is one copy to the device. B that is
+read from its file directly (`file_factors.py`) lies otherwise in the same pages.
 """
 
 import itertools
@@ -45,6 +44,7 @@ from modeling.adapters.projection import (
     ProjectionKind,
     select_columns,
 )
+from modeling.adapters.ranges import ranged_matrices, ranged_stacks, rounded
 from modeling.adapters.row_norms import RowNorms, SummedRows
 from modeling.adapters.stacks import LoraStack
 from modeling.transfer import DeviceEvent
@@ -320,10 +320,10 @@ class HostAdapterCache:
         sums: SummedRows,
     ) -> None:
         """Read an adapter's modules into its pages, cut to this rank."""
-        for stack in adapter.stacks(self._scratch()):
+        for stack in ranged_stacks(adapter, self._projections, self._dtype, self._scratch()):
             index, experts = stack.projection, adapter.expert_pages.get(stack.projection)
             self._write_stack(stack, pages[index], output_rows[index], sums, experts)
-        for matrix in adapter.read_matrices():
+        for matrix in ranged_matrices(adapter, self._projections, self._dtype):
             index = matrix.position.projection
             parts = torch.split(matrix.rows, self._projections[index].num_layers * PAGE_ROWS)
             for page, part in zip(pages[index], parts, strict=True):
@@ -355,10 +355,10 @@ class HostAdapterCache:
         else:
             scales = self._norms.scales(stack, sums)
             bt = select_columns(stack.b.transpose(1, 2), projection.outputs)
-            # y = c (W x) + c (B A x): B takes the scale here, W x when it is computed.
-            bt = (bt * scales.unsqueeze(1)).to(self._dtype)
-            # Less 1, as it is near 1: half precision keeps more of it so.
-            changes = (scales - 1).to(self._dtype)
+            # y = c (W x) + c (B A x): B takes the scale here, W x when it is computed. c is near 1:
+            # less 1, half precision keeps more of it.
+            bt = rounded(projection.name, bt * scales.unsqueeze(1), self._dtype)
+            changes = rounded(projection.name, scales - 1, self._dtype)
         if experts is not None:
             experts.write(pages[0], projection, stack.layers, a, bt)
             return

@@ -36,8 +36,9 @@ from modeling.adapters.projection import (
     Projection,
     ProjectionKind,
 )
+from modeling.adapters.ranges import ranged_matrices, ranged_stacks
 from modeling.models.select import build_model
-from modeling.runner.loading import adapters_heads, load_model, with_other_models
+from modeling.runner.loading import adapters_heads, find_dtype, load_model, with_other_models
 from sharding.checkpoint import DummySource
 from sharding.group import SingleRank
 from sharding.loader import Weights
@@ -136,6 +137,12 @@ def _with_base(projection: Projection, base: Mapping[str, BaseRows]) -> Projecti
     return projection if found is None else replace(projection, base=found.rows)
 
 
+def model_dtype(config: EngineConfig) -> torch.dtype:
+    """The model's type; float32 where its weights alone say it, which may not be here yet."""
+    architecture = load_architecture(fetch_model_config(config.model))
+    return find_dtype(config.model.dtype, architecture, torch.float32)
+
+
 def base_tensors(config: EngineConfig, folder: Path) -> Mapping[str, BaseRows]:
     """What the adapter of `folder` may hold copies of; read only if it holds more than factors."""
     try:
@@ -167,8 +174,12 @@ def judge(
     config: AdaptersConfig,
     progress: Callable[[int, int], None],
     base: Mapping[str, BaseRows] = MappingProxyType({}),
+    dtype: torch.dtype = torch.float32,
 ) -> AdapterVerdict:
-    """Read all of the files; `progress` is called with (modules read, all modules)."""
+    """Read all of the files; `progress` is called with (modules read, all modules).
+
+    dtype: the model's, which must hold the adapter's numbers.
+    """
     try:
         adapter = open_adapter(folder, projections, config.max_rank, base)
         head = adapter.score
@@ -181,9 +192,10 @@ def judge(
             *(() if head is None else [head.position]),
         }
         ranks = [rank for position, rank in adapter.ranks.items() if position not in others]
-        for done, _ in enumerate(adapter.read(), start=1):
+        stacks = ranged_stacks(adapter, projections, dtype)
+        for done, _ in enumerate((each for stack in stacks for each in stack.layers), start=1):
             progress(done, len(ranks) + len(rows))
-        for _ in adapter.read_matrices():
+        for _ in ranged_matrices(adapter, projections, dtype):
             pass
     except AdapterError as error:
         return AdapterVerdict(error.reasons, kind=_kind(folder))

@@ -90,7 +90,7 @@ def load_model(config: EngineConfig, group: TensorParallel, device: torch.device
     scales = None
     is_dummy = config.model.load_format is LoadFormat.DUMMY
     if is_dummy:
-        dtype = _dtype(config.model.dtype, architecture, torch.float32)
+        dtype = find_dtype(config.model.dtype, architecture, torch.float32)
         source = DummySource(device, dtype)
     else:
         source = open_checkpoint(folder, config.model.allow_pickle)
@@ -100,7 +100,7 @@ def load_model(config: EngineConfig, group: TensorParallel, device: torch.device
 
             names = decoder_names(architecture.larger_type, architecture.outer_parts)
             source.keep_part(names)
-        dtype = _dtype(config.model.dtype, architecture, stored_dtype(source, folder))
+        dtype = find_dtype(config.model.dtype, architecture, stored_dtype(source, folder))
         if config.cache.dtype is CacheDType.FP8:
             scales = stored_scales(source, architecture.num_layers)
     find_format = format_of_dummies if is_dummy else linear_format
@@ -251,7 +251,7 @@ def total_tokens(config: EngineConfig, architecture: ModelArchitecture) -> int:
     return wanted or longest
 
 
-def _dtype(wanted: DType, architecture: ModelArchitecture, stored: torch.dtype) -> torch.dtype:
+def find_dtype(wanted: DType, architecture: ModelArchitecture, stored: torch.dtype) -> torch.dtype:
     """Return what AUTO means: the config's type, else that of the tensors."""
     name = architecture.checkpoint_dtype if wanted is DType.AUTO else wanted.value
     return stored if name is None else torch_dtype(name)

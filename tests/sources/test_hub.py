@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 import threading
+import time
+from email.utils import formatdate
 from pathlib import Path
 
 import pytest
@@ -194,6 +196,64 @@ def test_too_few_bytes_are_told_as_such(hub: HubServer, store: AdapterSources) -
     repository.commits[repository.sha]["adapter_config.json"] = b"{"
     with pytest.raises(AdapterError, match="broke off: fewer bytes came than"):
         store.fetch(found, False)
+
+
+def test_bytes_of_the_announced_size_that_are_others_are_downloaded_again(
+    hub: HubServer, store: AdapterSources, tmp_path: Path
+) -> None:
+    repository = hub.add("acme/sql", adapter_files())
+    found = store.resolve(SQL, False)
+    there = repository.commits[repository.sha]
+    good = there["adapter_model.safetensors"]
+    damaged = good[:-1] + b"\x00"
+    there["adapter_model.safetensors"] = damaged
+    with pytest.raises(AdapterError, match="broke off: other bytes came than"):
+        store.fetch(found, False)
+    assert len(hub.downloads()) == 1 + 4
+    # A whole file of an attempt that was interrupted before it was looked at.
+    hub.cuts = [20, 0]
+    impatient = sources(tmp_path, hub_endpoint=hub.url, fetch={"attempts": 1})
+    with pytest.raises(AdapterError, match="broke off"):
+        impatient.fetch(found, False)
+    (partial,) = tmp_path.glob("cache/partial/*/adapter_model.safetensors.part")
+    partial.write_bytes(damaged)
+    there["adapter_model.safetensors"] = good
+    assert read(store.fetch(found, False).folder) == adapter_files()
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Retry-After": "1"}, 503),
+        ({"RateLimit": '"api";r=0;t=1'}, 429),
+        ({"Retry-After": ""}, 429),
+    ],
+)
+def test_a_hub_is_left_alone_for_as_long_as_it_asks(
+    hub: HubServer, store: AdapterSources, headers: dict[str, str], status: int
+) -> None:
+    hub.add("acme/sql", adapter_files())
+    if headers == {"Retry-After": ""}:  # A date is the other form.
+        headers = {"Retry-After": formatdate(time.time() + 2, usegmt=True)}
+    hub.faults, hub.fault_headers = [status], headers
+    began = time.monotonic()
+    store.resolve(SQL, False)
+    assert time.monotonic() - began > 0.9
+    # The hub says when its limit ends with every reply.
+    hub.faults, hub.fault_headers = [503], {"RateLimit": '"api";r=9;t=300'}
+    store.resolve(SQL, False)
+
+
+@pytest.mark.parametrize("header", ["Retry-After", "RateLimit"])
+def test_a_hub_that_asks_for_minutes_is_called_once(
+    hub: HubServer, store: AdapterSources, header: str
+) -> None:
+    hub.add("acme/sql", adapter_files())
+    hub.faults = [429] * 4
+    hub.fault_headers = {header: "300" if header == "Retry-After" else '"api";r=0;t=300'}
+    with pytest.raises(Unreachable, match="answer 429, to be tried again after 300 s"):
+        store.resolve(SQL, False)
+    assert len(hub.requests) == 1
 
 
 @pytest.mark.parametrize(

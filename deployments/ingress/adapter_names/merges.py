@@ -2,13 +2,14 @@
 
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from configs.wire.adapters import AdapterReference, AdapterSource
 from configs.wire.merging import MergeRule, MergeStrategy, SignMethod
 from deployments.contract import EngineInfo
 from deployments.ingress.adapter_names.references import model_reference, parse_source
 from deployments.ingress.http.body_lists import Items
+from deployments.ingress.http.body_values import Typed
 from deployments.ingress.http.errors import invalid
 from deployments.ingress.http.unicode import Unicode
 
@@ -18,16 +19,16 @@ _MAX_NAME = 2048
 """Characters of all ids together; they are sent back in a header."""
 
 
-class MergedAdapters(BaseModel):
+class MergedAdapters(Typed):
     """A merge; density: the fraction of each adapter's values that ties and dare_… keep."""
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False, extra="ignore")
 
     ids: Items[Annotated[Unicode, Field(max_length=1024)]] = Field([], max_length=_MAX_PARTS)
     weights: Items[float] = Field([], max_length=_MAX_PARTS)
-    merge_strategy: MergeStrategy | None = None
+    merge_strategy: MergeStrategy | None = Field(None, strict=False)
     density: float | None = None
-    majority_sign_method: SignMethod | None = None
+    majority_sign_method: SignMethod | None = Field(None, strict=False)
 
 
 def check_merge(merged: MergedAdapters | None) -> None:

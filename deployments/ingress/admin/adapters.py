@@ -9,7 +9,7 @@ from typing import Annotated, Literal, TypedDict, get_args
 
 import msgspec
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 from starlette.responses import PlainTextResponse, Response
 
 from configs.wire.adapters import AdapterReference, AdapterSource, parse_reference
@@ -32,6 +32,7 @@ from deployments.ingress.access.keys import require
 from deployments.ingress.adapter_names.references import full_name, parse_source
 from deployments.ingress.generation.engine import EngineClient
 from deployments.ingress.http.body_lists import Closed
+from deployments.ingress.http.body_values import Typed
 from deployments.ingress.http.errors import RequestError, invalid
 from deployments.ingress.http.responses import json_response
 from deployments.ingress.http.unicode import Unicode
@@ -122,7 +123,7 @@ class PinBody(_Body):
     pinned: bool
 
 
-class NameBody(BaseModel):
+class NameBody(Typed):
     """vLLM's load_lora_adapter.
 
     lora_path: a folder under the server's adapter roots, or "[source:]id[@revision]".
@@ -136,7 +137,7 @@ class NameBody(BaseModel):
     load_inplace: bool = False
 
 
-class UnnameBody(BaseModel):
+class UnnameBody(Typed):
     """vLLM's unload_lora_adapter."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")

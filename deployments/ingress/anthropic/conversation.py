@@ -4,9 +4,10 @@ import json
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import ConfigDict
 
 from deployments.ingress.http.body_lists import Items
+from deployments.ingress.http.body_values import Typed
 from deployments.ingress.http.errors import RequestError, invalid
 from deployments.ingress.http.unicode import Unicode
 from deployments.ingress.requests.request_fields import NO_SUCH
@@ -14,7 +15,7 @@ from deployments.ingress.requests.request_fields import NO_SUCH
 ChatMessage = dict[str, Any]
 
 
-class Block(BaseModel):
+class Block(Typed):
     """One block of a message: text, thinking, a call of a tool, or its result."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -30,7 +31,7 @@ class Block(BaseModel):
     is_error: bool | None = None
 
 
-class MessageInput(BaseModel):
+class MessageInput(Typed):
     """One message of the conversation."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")

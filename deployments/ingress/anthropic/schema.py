@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 
 from deployments.ingress.anthropic.conversation import (
     Block,
@@ -13,6 +13,7 @@ from deployments.ingress.anthropic.conversation import (
 from deployments.ingress.anthropic.fields import IGNORED, NAMES, REFUSED, THREADLESS
 from deployments.ingress.anthropic.tool_fields import ToolChoiceInput, ToolInput, chat_choice
 from deployments.ingress.http.body_lists import Closed, Items
+from deployments.ingress.http.body_values import Integer, Positive, Typed
 from deployments.ingress.http.errors import invalid
 from deployments.ingress.http.unicode import Unicode
 from deployments.ingress.requests.conversations import SWITCHES
@@ -36,7 +37,7 @@ class Thinking(Closed):
     """Whether the model thinks before it answers; budget_tokens: a hint, which is not enforced."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
-    budget_tokens: int | None = Field(None, ge=_SMALLEST_BUDGET)
+    budget_tokens: Integer | None = Field(None, ge=_SMALLEST_BUDGET)
     display: Literal["summarized", "omitted"] | None = None
 
 
@@ -56,7 +57,7 @@ class OutputConfig(Closed):
     format: OutputFormat | None = None
 
 
-class CountTokensBody(BaseModel):
+class CountTokensBody(Typed):
     """POST /v1/messages/count_tokens: what the prompt is made of.
 
     Other fields are kept, for `as_chat`, which refuses those that no chat has.
@@ -139,10 +140,10 @@ class CountTokensBody(BaseModel):
 class MessagesBody(CountTokensBody):
     """POST /v1/messages; the other fields of a chat (seed, min_p, ...) are served too."""
 
-    max_tokens: PositiveInt
+    max_tokens: Positive
     temperature: float | None = Field(None, ge=0)
     top_p: float | None = Field(None, ge=0, le=1)
-    top_k: int | None = Field(None, ge=-1)
+    top_k: Integer | None = Field(None, ge=-1)
     stop_sequences: Items[Unicode] | None = None
     stream: bool | None = None
 

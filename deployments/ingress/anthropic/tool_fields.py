@@ -2,9 +2,10 @@
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import ConfigDict
 
 from deployments.ingress.http.body_lists import Closed
+from deployments.ingress.http.body_values import Typed
 from deployments.ingress.http.errors import invalid
 from deployments.ingress.http.unicode import Unicode
 from deployments.ingress.requests.request_fields import NO_SUCH
@@ -17,7 +18,7 @@ _REFUSED: dict[str, tuple[object, ...]] = {
 }
 
 
-class ToolInput(BaseModel):
+class ToolInput(Typed):
     """One tool that the client runs; Anthropic's own tools have other types."""
 
     model_config = ConfigDict(frozen=True, extra="allow")

@@ -148,6 +148,7 @@ class GenerationJob:
             per_token=self.per_token or self.ends_by_text,
             hidden=hidden,
             end_check=self.end_check() if self.end_check is not None else None,
+            min_tokens=sequence.stopping.min_new_tokens,
         )
 
 

@@ -6,7 +6,9 @@ which would block the event loop for half a minute.
 
 from typing import Annotated, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
+
+from deployments.ingress.http.body_values import Typed
 
 T = TypeVar("T")
 # More than any closed object has.
@@ -27,7 +29,7 @@ def at_most(most: int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-class Closed(BaseModel):
+class Closed(Typed):
     """An object without other fields than its own."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")

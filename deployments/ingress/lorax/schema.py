@@ -3,13 +3,14 @@
 from collections.abc import Callable, Mapping
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
+from pydantic import ConfigDict, Field
 
 from configs.wire.sampling import LARGEST_TOP_K, Sampling
 from deployments.contract import EngineInfo
 from deployments.ingress.adapter_names.merges import MergedAdapters, check_merge
 from deployments.ingress.generation.engine import IngressSettings
 from deployments.ingress.http.body_lists import Items
+from deployments.ingress.http.body_values import Integer, Natural, Typed
 from deployments.ingress.http.errors import RequestError, invalid
 from deployments.ingress.http.unicode import Unicode
 from deployments.ingress.structured.schemas import ResponseFormat
@@ -39,7 +40,7 @@ _CHARACTERS_A_TOKEN = 16
 _FEW_CHARACTERS = 65_536
 
 
-class _Body(BaseModel):
+class _Body(Typed):
     model_config = ConfigDict(frozen=True, allow_inf_nan=False, extra="ignore")
 
 
@@ -50,26 +51,26 @@ class GenerateParameters(_Body):
     adapter_source: Unicode | None = None
     merged_adapters: MergedAdapters | None = None
     api_token: Unicode | None = None
-    best_of: NonNegativeInt | None = None
+    best_of: Natural | None = None
     temperature: float | None = None
     repetition_penalty: float | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
-    top_k: int | None = None
+    top_k: Integer | None = None
     top_p: float | None = None
     typical_p: float | None = None
     do_sample: bool = False
-    max_new_tokens: int | None = None
+    max_new_tokens: Integer | None = None
     ignore_eos_token: bool = False
     return_full_text: bool | None = None
-    stop: Items[Unicode] = []
-    truncate: int | None = None
+    stop: Items[Unicode] = Field(default=[])
+    truncate: Integer | None = None
     watermark: bool = False
     details: bool = False
     decoder_input_details: bool = False
-    return_k_alternatives: int | None = None
+    return_k_alternatives: Integer | None = None
     apply_chat_template: bool = False
-    seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
+    seed: Annotated[Integer, Field(ge=0, lt=2**64)] | None = None
     response_format: ResponseFormat | None = None
 
     @property

@@ -4,19 +4,12 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    NonNegativeInt,
-    PositiveInt,
-    ValidationError,
-    field_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from configs.reading import is_encodable
 from deployments.contract import EngineInfo
 from deployments.ingress.http.body_lists import Items, at_most
+from deployments.ingress.http.body_values import Natural, Positive, Typed
 from deployments.ingress.http.errors import invalid
 from deployments.ingress.http.unicode import Unicode
 from deployments.ingress.requests.renaming import malformed_chat
@@ -46,7 +39,7 @@ NAMES = {
 """This route's names of a chat's fields."""
 
 
-class InputPart(BaseModel):
+class InputPart(Typed):
     """One part of a message; only text is served."""
 
     model_config = ConfigDict(extra="ignore")
@@ -55,7 +48,7 @@ class InputPart(BaseModel):
     text: Unicode | None = None
 
 
-class InputItem(BaseModel):
+class InputItem(Typed):
     """One item of the conversation: a message, a call, or the result of a call."""
 
     model_config = ConfigDict(extra="ignore")
@@ -69,7 +62,7 @@ class InputItem(BaseModel):
     output: Unicode | Items[InputPart] | None = None
 
 
-class TextConfig(BaseModel):
+class TextConfig(Typed):
     """The format of the answer's text."""
 
     model_config = ConfigDict(extra="ignore")
@@ -78,7 +71,7 @@ class TextConfig(BaseModel):
     verbosity: Literal["medium"] | None = None
 
 
-class Reasoning(BaseModel):
+class Reasoning(Typed):
     """How much the model reasons. The reply has the reasoning itself, and no summary of it."""
 
     model_config = ConfigDict(extra="ignore")
@@ -86,7 +79,7 @@ class Reasoning(BaseModel):
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
 
 
-class ResponsesBody(BaseModel):
+class ResponsesBody(Typed):
     """POST /v1/responses; the other fields of a chat (seed, top_k, ...) are served too."""
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False, extra="allow")
@@ -94,7 +87,7 @@ class ResponsesBody(BaseModel):
     model: Unicode = Field(max_length=1024)
     input: Unicode | Items[InputItem]
     instructions: Unicode | None = None
-    max_output_tokens: PositiveInt | None = None
+    max_output_tokens: Positive | None = None
     temperature: float | None = Field(None, ge=0)
     top_p: float | None = Field(None, ge=0, le=1)
     text: TextConfig | None = None
@@ -102,7 +95,7 @@ class ResponsesBody(BaseModel):
     tool_choice: Unicode | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     include: Items[Unicode] | None = None
-    top_logprobs: NonNegativeInt | None = None
+    top_logprobs: Natural | None = None
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
     store: bool | None = None

@@ -63,7 +63,10 @@ async def chat(
     answers = AnswerFormat(tool_format, shows_reasoning=body.include_reasoning is not False)
     chat_job = ChatJob(_showing(job, marker_ids), answers)
     reasoning = reasoning_format(engine.settings.reasoning_parser, template)
-    if reasoning is not None and body.separate_reasoning is not False and job.detokenize:
+    if reasoning is not None and body.separate_reasoning is False:
+        marks = served.tokenizer.added_within(reasoning.markers)
+        chat_job = ChatJob(_showing(chat_job.job, marks), answers)
+    elif reasoning is not None and job.detokenize:
         start = _start(body, reasoning, rendered)
         chat_job = await _split(chat_job, reasoning, start, served)
     return _ending(chat_job)

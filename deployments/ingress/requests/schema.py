@@ -2,12 +2,13 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, field_validator
+from pydantic import ConfigDict, Field, field_validator
 
 from configs.reading import is_encodable
 from configs.wire.sampling import LARGEST_TOP_K, MAX_ALLOWED_IDS, MAX_LOGIT_BIAS, Sampling, Stopping
 from deployments.ingress.adapter_names.merges import MergedAdapters
 from deployments.ingress.http.body_lists import Items, at_most
+from deployments.ingress.http.body_values import Integer, Natural, Positive, Typed
 from deployments.ingress.http.errors import invalid
 from deployments.ingress.http.unicode import Unicode
 from deployments.ingress.requests.request_fields import refuse_others
@@ -24,16 +25,16 @@ _SMALLEST_TOP_P = 1e-30
 _MAX_STOP_IDS = 256
 _MAX_BAD_WORDS = 64
 _BadWord = Annotated[Unicode, Field(min_length=1, max_length=256)]
+# The names of fields are strings.
+_Token = Annotated[int, Field(ge=0, strict=False)]
 _Bias = Annotated[float, Field(ge=-100, le=100)]
-_Biases = Annotated[
-    dict[NonNegativeInt, _Bias], Field(max_length=MAX_LOGIT_BIAS), at_most(MAX_LOGIT_BIAS)
-]
+_Biases = Annotated[dict[_Token, _Bias], Field(max_length=MAX_LOGIT_BIAS), at_most(MAX_LOGIT_BIAS)]
 
 # The types of `prompt`, for /openapi.json.
 PromptInput = str | list[str] | list[int] | list[list[int]]
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(Typed):
     """What a stream contains besides the text."""
 
     include_usage: bool | None = None
@@ -46,10 +47,10 @@ class _Body(Constrainable):
     model_config = ConfigDict(frozen=True, allow_inf_nan=False, extra="allow")
 
     model: Unicode = Field(max_length=1024)
-    max_tokens: PositiveInt | None = None
+    max_tokens: Positive | None = None
     temperature: float | None = Field(None, ge=0)
     top_p: float | None = Field(None, ge=0, le=1)
-    top_k: int | None = Field(None, ge=-1)
+    top_k: Integer | None = Field(None, ge=-1)
     min_p: float | None = Field(None, ge=0, le=1)
     typical_p: float | None = Field(None, gt=0, le=1)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
@@ -57,25 +58,25 @@ class _Body(Constrainable):
     repetition_penalty: float | None = Field(None, gt=0)
     logit_bias: _Biases | None = None
     watermark: bool | None = None
-    seed: int | None = Field(None, ge=-(2**63), lt=2**64)
+    seed: Integer | None = Field(None, ge=-(2**63), lt=2**64)
     stop: Unicode | Items[Unicode] | None = None
-    n: PositiveInt | None = None
+    n: Positive | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    stop_token_ids: Items[NonNegativeInt] | None = Field(None, max_length=_MAX_STOP_IDS)
+    stop_token_ids: Items[Natural] | None = Field(None, max_length=_MAX_STOP_IDS)
     ignore_eos: bool | None = None
     ignore_eos_token: bool | None = None
     include_stop_str_in_output: bool | None = None
     bad_words: Items[_BadWord] | None = Field(None, max_length=_MAX_BAD_WORDS)
-    allowed_token_ids: Items[NonNegativeInt] | None = Field(None, max_length=MAX_ALLOWED_IDS)
-    truncate_prompt_tokens: int | None = Field(None, ge=-1)
+    allowed_token_ids: Items[Natural] | None = Field(None, max_length=MAX_ALLOWED_IDS)
+    truncate_prompt_tokens: Integer | None = Field(None, ge=-1)
     truncation_side: Literal["left", "right"] | None = None
     skip_special_tokens: bool | None = None
     detokenize: bool | None = None
     return_token_ids: bool | None = None
-    min_tokens: NonNegativeInt | None = None
+    min_tokens: Natural | None = None
     add_special_tokens: bool | None = None
-    prompt_logprobs: NonNegativeInt | None = None
+    prompt_logprobs: Natural | None = None
     adapter_source: Unicode | None = None
     merged_adapters: MergedAdapters | None = None
     api_token: Unicode | None = None
@@ -158,10 +159,10 @@ class CompletionBody(_Body):
     """POST /v1/completions."""
 
     prompt: list[str | list[int]]
-    max_tokens: NonNegativeInt | None = None
-    logprobs: NonNegativeInt | None = None
+    max_tokens: Natural | None = None
+    logprobs: Natural | None = None
     echo: bool | None = None
-    best_of: PositiveInt | None = None
+    best_of: Positive | None = None
 
     @property
     def num_logprobs(self) -> int:
@@ -187,7 +188,9 @@ class CompletionBody(_Body):
 def prompts_of(given: object) -> list[str | list[int]]:
     """A list with one entry for each prompt, from any of OpenAI's four forms."""
     prompts = [given] if isinstance(given, str) or _is_ids(given) else given
-    if isinstance(prompts, list) and all(_is_text(p) or _is_ids(p) for p in prompts):
+    if isinstance(prompts, list) and all(isinstance(p, str) or _is_ids(p) for p in prompts):
+        if not all(is_encodable(prompt) for prompt in prompts if isinstance(prompt, str)):
+            raise ValueError("must be valid Unicode")
         return prompts
     raise ValueError("must be a string, token ids, or a list of strings or of token id lists")
 
@@ -197,11 +200,7 @@ def _is_ids(value: object) -> bool:
     return isinstance(value, list) and bool(value) and all(type(id) is int for id in value)
 
 
-def _is_text(value: object) -> bool:
-    return isinstance(value, str) and is_encodable(value)
-
-
-class ContentPart(BaseModel):
+class ContentPart(Typed):
     """One part of a message; only text is served."""
 
     model_config = ConfigDict(extra="allow")
@@ -243,9 +242,9 @@ class ChatBody(_Body, ToolFields):
     """
 
     messages: Items[Message] = Field(min_length=1)
-    max_completion_tokens: PositiveInt | None = None
+    max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
-    top_logprobs: NonNegativeInt | None = None
+    top_logprobs: Natural | None = None
     documents: Items[dict[str, Any]] | None = None
     reasoning_effort: Unicode | None = None
     include_reasoning: bool | None = None

@@ -2,18 +2,10 @@
 
 from typing import Annotated, Literal
 
-from pydantic import (
-    AliasChoices,
-    BaseModel,
-    ConfigDict,
-    Discriminator,
-    Field,
-    NonNegativeInt,
-    Tag,
-    field_validator,
-)
+from pydantic import AliasChoices, ConfigDict, Discriminator, Field, Tag, field_validator
 
 from deployments.ingress.http.body_lists import Items
+from deployments.ingress.http.body_values import Natural, Typed
 from deployments.ingress.http.unicode import Unicode
 from deployments.ingress.lorax.schema import GenerateParameters, GenerateRequestBody
 from deployments.ingress.prompts import PromptBody
@@ -58,7 +50,7 @@ EitherClassifyBody = Annotated[
 """POST /classify: LoRAX's form has `inputs`, and of its parameters those of adapters matter."""
 
 
-class ClassifyBatchBody(BaseModel):
+class ClassifyBatchBody(Typed):
     """POST /classify_batch."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -82,7 +74,7 @@ class ScoreBody(_Scored):
     text_2: Texts = Field(validation_alias=AliasChoices("text_2", "documents", "items", "data_2"))
 
 
-class Document(BaseModel):
+class Document(Typed):
     """A document in a field of its own."""
 
     model_config = ConfigDict(frozen=True)
@@ -98,7 +90,7 @@ class RerankBody(_Scored):
 
     query: Unicode
     documents: Items[Unicode | Document]
-    top_n: NonNegativeInt = 0
+    top_n: Natural = 0
     return_documents: bool = True
 
     @field_validator("top_n", mode="before")

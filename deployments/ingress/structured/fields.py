@@ -6,9 +6,10 @@ import re
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from deployments.ingress.http.body_lists import Items
+from deployments.ingress.http.body_values import Typed
 from deployments.ingress.http.errors import invalid
 from deployments.ingress.http.unicode import Unicode
 from deployments.ingress.structured.constraints import MAX_CHARACTERS, UNCONSTRAINED, Constraint
@@ -25,7 +26,7 @@ _LITERALS = re.compile(r'//[^\n]*+|"(?:\\.|[^"\\\n])*+"?|/(?:\\.|[^/\\\n])*+/?')
 _TO_ESCAPE = re.compile(r"\\.|/|\n", re.DOTALL)
 
 
-class StructuredOutputs(BaseModel):
+class StructuredOutputs(Typed):
     """vLLM's `structured_outputs`: exactly one of these fields."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
@@ -49,7 +50,7 @@ class StructuredOutputs(BaseModel):
         ])  # fmt: skip
 
 
-class Constrainable(BaseModel):
+class Constrainable(Typed):
     """The fields of a request that constrain its answer."""
 
     model_config = ConfigDict(frozen=True)

@@ -4,8 +4,9 @@ import json
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
+from deployments.ingress.http.body_values import Typed
 from deployments.ingress.http.errors import invalid
 from deployments.ingress.structured.constraints import UNCONSTRAINED, Constraint
 
@@ -25,7 +26,7 @@ _KINDS = {
 }  # fmt: skip
 
 
-class NamedSchema(BaseModel):
+class NamedSchema(Typed):
     """OpenAI's object around a schema; its name and description have no effect."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -33,7 +34,7 @@ class NamedSchema(BaseModel):
     schema_: dict[str, Any] | None = Field(None, alias="schema")
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(Typed):
     """The field of both APIs; the schema is in `schema` (LoRAX) or `json_schema` (OpenAI)."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")

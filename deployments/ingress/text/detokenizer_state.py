@@ -39,17 +39,20 @@ class DetokenizerState:
         per_token: bool,
         hidden: Mapping[int, str] | None = None,
         end_check: EndCheck | None = None,
+        min_tokens: int = 0,
     ) -> None:
         """per_token: make a piece of each token, which stop strings and `end_check` need; else of
         each batch.
 
         hidden: contents of special tokens, which are searched for stop strings but not returned.
+        min_tokens: so many tokens complete no stop string that counts, as in vLLM.
         """
         self._stream = stream
         self._stops = stops
         self._per_token = per_token
         self._hidden = hidden or {}
         self._end_check = end_check
+        self._min_tokens = min_tokens
         self._ended = False
         self.num_tokens = 0
 
@@ -89,11 +92,18 @@ class DetokenizerState:
 
     def end(self) -> str:
         """The rest of the text: unfinished characters, and what was withheld for stop strings."""
-        return self._stops.push(self._stream.flush()) + self._stops.flush()
+        text = self._stops.push(self._stream.flush(), may_end=self._may_end)
+        return text + self._stops.flush()
+
+    @property
+    def _may_end(self) -> bool:
+        """Whether a stop string may end the text with the last token."""
+        return self.num_tokens > self._min_tokens
 
     def _piece(self, tokens: Sequence[int], logprobs: TokenLogprobs | None) -> TextPiece:
-        text = self._stops.push(self._stream.push(tokens))
-        if tokens[-1] in self._hidden:
-            text += self._stops.push(self._hidden[tokens[-1]], hidden=True)
         self.num_tokens += len(tokens)
+        text = self._stops.push(self._stream.push(tokens), may_end=self._may_end)
+        if tokens[-1] in self._hidden:
+            hidden = self._hidden[tokens[-1]]
+            text += self._stops.push(hidden, hidden=True, may_end=self._may_end)
         return TextPiece(tokens[-1], text, self._stream.start, logprobs)

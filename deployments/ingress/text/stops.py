@@ -33,19 +33,21 @@ class StopStrings:
         """Whether a stop string has ended the text."""
         return self.found is not None
 
-    def push(self, text: str, hidden: bool = False) -> str:
+    def push(self, text: str, hidden: bool = False, may_end: bool = True) -> str:
         """Add text and return what the client may see now; after a match that is nothing.
 
         hidden: the text is a special token's content, which is searched but never returned.
+        may_end: whether a stop string that is complete with this text is a match.
         """
         if not self._has_stops:
             return "" if hidden else text
         if self.matched:
             return ""
-        returned = len(self._pending) if self._keep else 0
+        seen = len(self._pending)
+        returned = seen if self._keep else 0
         self._pending += text
         self._hidden += (b"\1" if hidden else b"\0") * len(text)
-        match = self._first_match()
+        match = self._first_match(seen) if may_end else None
         if match is not None:
             start, end, self.found = match
             return self._visible(returned, end if self._keep else start)
@@ -74,12 +76,16 @@ class StopStrings:
             return range(len(self._pending))
         return [index for index, is_hidden in enumerate(self._hidden) if not is_hidden]
 
-    def _first_match(self) -> tuple[int, int, str] | None:
-        """Start and end in the pending text of the match that completes first, and its string."""
-        found = [(self._pending.find(stop), stop) for stop in self._with_special]
+    def _first_match(self, seen: int) -> tuple[int, int, str] | None:
+        """Start and end in the pending text of the match that completes first, and its string.
+
+        seen: pending characters with which no match completes.
+        """
+        found = [(_find(self._pending, stop, seen), stop) for stop in self._with_special]
         spans = [(start, start + len(stop), stop) for start, stop in found if start >= 0]
         visible, indices = self._visible(0, len(self._pending)), self._visible_indices()
-        found = [(visible.find(stop), stop) for stop in self._plain]
+        seen = len(self._visible(0, seen))
+        found = [(_find(visible, stop, seen), stop) for stop in self._plain]
         spans += [
             (indices[at], indices[at + len(stop) - 1] + 1, stop) for at, stop in found if at >= 0
         ]
@@ -92,6 +98,11 @@ class StopStrings:
         undecided = len(self._pending) - indices[len(indices) - begun] if begun else 0
         lengths = [begun_length(self._pending, stop) for stop in self._with_special]
         return max([undecided, *lengths])
+
+
+def _find(text: str, stop: str, seen: int) -> int:
+    """Where the first occurrence begins that ends behind `seen` characters; -1 if there is none."""
+    return text.find(stop, max(0, seen - len(stop) + 1))
 
 
 def begun_length(text: str, target: str) -> int:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
-    BaseModel,
     ConfigDict,
     Field,
     ModelWrapValidatorHandler,
@@ -16,6 +15,7 @@ from pydantic import (
 )
 
 from deployments.ingress.http.body_lists import Items
+from deployments.ingress.http.body_values import Typed
 from deployments.ingress.http.errors import invalid
 from deployments.ingress.http.unicode import Unicode
 
@@ -25,7 +25,7 @@ _UNSUPPORTED = "unsupported_parameter"
 FunctionName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")]
 
 
-class AsWritten(BaseModel):
+class AsWritten(Typed):
     """Keeps the client's object, which chat templates get, like in transformers."""
 
     _written: dict[str, Any] = PrivateAttr(default_factory=dict)
@@ -64,7 +64,7 @@ class Tool(AsWritten):
     function: Function | None = None
 
 
-class Named(BaseModel):
+class Named(Typed):
     """A function by its name."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -72,7 +72,7 @@ class Named(BaseModel):
     name: Unicode
 
 
-class AllowedTools(BaseModel):
+class AllowedTools(Typed):
     """Some of the tools, and whether one of them must be called."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -81,7 +81,7 @@ class AllowedTools(BaseModel):
     tools: Items["ToolChoice"]
 
 
-class ToolChoice(BaseModel):
+class ToolChoice(Typed):
     """One function that must be called, or several that may be."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -142,7 +142,7 @@ class Toolbox:
     shown: tuple[dict[str, Any], ...] = ()
 
 
-class ToolFields(BaseModel):
+class ToolFields(Typed):
     """A chat request's fields about tools; functions and function_call are the older form."""
 
     tools: Items[Tool] | None = Field(None, max_length=_MAX_TOOLS)

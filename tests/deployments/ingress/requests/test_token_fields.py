@@ -149,3 +149,17 @@ def test_token_ids_are_listed(http: httpx.Client, driver: FakeDriver) -> None:
     chunks = stream(http, CHAT, messages=HELLO, tools=with_tools, return_token_ids=True)
     listed = [id for chunk in chunks for c in chunk["choices"] for id in c.get("token_ids", ())]
     assert listed == answer
+
+
+def test_stop_strings_count_after_min_tokens(http: httpx.Client, driver: FakeDriver) -> None:
+    driver.replies[None] = answer = "the fox and the fox and the fox"
+    ids = ids_of(driver, answer)
+    ends = [end for end in range(len(ids)) if driver.tokenizer.decode(ids[:end]).endswith(" fox")]
+    cuts = []
+    for shortest in (0, ends[0] - 1, ends[0], ends[1]):
+        fields = {"prompt": "a", "stop": [" fox"], "min_tokens": shortest}
+        [choice] = post(http, COMPLETIONS, **fields)["choices"]
+        assert texts_of(stream(http, COMPLETIONS, **fields)) == {0: choice["text"]}
+        cuts.append(choice["text"])
+    assert cuts[:3] == ["the", "the", "the fox and the"]
+    assert cuts[3].startswith("the fox and the fox and the")

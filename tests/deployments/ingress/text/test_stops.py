@@ -47,6 +47,27 @@ def test_only_the_start_of_a_stop_string_is_withheld(text: str, stop: str) -> No
         )
 
 
+@settings(deadline=None, max_examples=500)
+@given(
+    pieces=st.lists(few_letters, max_size=8),
+    stops=st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=4),
+    keep=st.booleans(),
+    early=st.integers(0, 4),
+)
+def test_what_is_complete_too_early_does_not_count(
+    pieces: list[str], stops: list[str], keep: bool, early: int
+) -> None:
+    matcher = StopStrings(stops, keep)
+    shown = "".join(matcher.push(p, may_end=at >= early) for at, p in enumerate(pieces))
+    text, before = "".join(pieces), len("".join(pieces[:early]))
+    ends = [end for end in range(before + 1, len(text) + 1) if text[:end].endswith(tuple(stops))]
+    expected = text
+    if ends:
+        longest = max(len(stop) for stop in stops if text[: ends[0]].endswith(stop))
+        expected = text[: ends[0] - (0 if keep else longest)]
+    assert (shown + matcher.flush(), matcher.matched) == (expected, bool(ends))
+
+
 def test_keep_withholds_nothing() -> None:
     matcher = StopStrings(["END"], keep=True)
     assert [matcher.push(piece) for piece in ("the E", "N", "D!", "more")] == [

@@ -46,14 +46,14 @@ def tensors(rank: int = 4) -> Tensors:
     return found
 
 
-def bank(down: Projection = DOWN) -> AdapterBank:
+def bank(down: Projection = DOWN, dtype: torch.dtype = torch.float32) -> AdapterBank:
     (columns,) = (torch.cat([torch.arange(*cut) for cut in down.inputs]),)
     base_linears = {
         ModulePosition(0, 1): BaseLinear(weight(UP)),
         ModulePosition(1, 1): BaseLinear(weight(DOWN)[:, columns]),
     }
     size = BankSize(pages=12, slots=4, max_rank=8, host_bytes=2**20)
-    return AdapterBank((UP, down), size, torch.float32, torch.device("cpu"), {}, base_linears)
+    return AdapterBank((UP, down), size, dtype, torch.device("cpu"), {}, base_linears)
 
 
 def check(loaded: AdapterBank, saved: Tensors, index: int, projection: Projection) -> None:
@@ -121,6 +121,19 @@ def without(name: str) -> Callable[[Tensors], object]:
 
 def setting(name: str, value: Tensor) -> Callable[[Tensors], object]:
     return lambda saved: saved.update({PREFIX + name: value})
+
+
+@pytest.mark.parametrize("large", [1e6, 1e5])
+def test_scales_that_half_precision_cannot_hold_are_refused(tmp_path: Path, large: float) -> None:
+    """The factors alone are small."""
+    saved = tensors()
+    saved[f"{PREFIX}up.lora_magnitude_vector"] *= large
+    folder = write_lora(tmp_path / "large", saved, use_dora=True)
+    with pytest.raises(AdapterError, match=r"up has values up to .* infinite in float16"):
+        bank(dtype=torch.float16).stage(
+            FetchedAdapter(AdapterKey(1), "large", str(folder), "large")
+        )
+    bank(dtype=torch.bfloat16).stage(FetchedAdapter(AdapterKey(1), "large", str(folder), "large"))
 
 
 VECTOR = "up.lora_magnitude_vector"
