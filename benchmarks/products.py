@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from configs.quantisation import Activations
-from modeling.quantisation.fp8 import round_blocks, round_rows
+from modeling.quantisation.fp8 import round_blocks
 from modeling.quantisation.integers import Groups, IntegerWeight, round_groups
+from modeling.quantisation.scaled import round_rows
 from sharding.linear_weight import DenseWeight, LinearWeight
 
 DTYPE = torch.bfloat16

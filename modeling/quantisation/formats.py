@@ -20,12 +20,12 @@ from modeling.quantisation.bits_and_bytes import (
     round_nf4,
 )
 from modeling.quantisation.fp4 import round_fp4
-from modeling.quantisation.fp8 import round_blocks, round_rows
-from modeling.quantisation.int8 import read_rounded_int8, round_rows_to_int8
+from modeling.quantisation.fp8 import round_blocks
 from modeling.quantisation.integers import round_groups
 from modeling.quantisation.products import SIZES
+from modeling.quantisation.scaled import round_rows
 from modeling.quantisation.stored_fp4 import read_fp4
-from modeling.quantisation.stored_fp8 import SCALES, read_fp8, read_fp8_blocks
+from modeling.quantisation.stored_fp8 import INPUT_SCALES, SCALES, read_fp8_blocks, read_rows
 from modeling.quantisation.stored_integers import BESIDE, CODES, read_awq, read_gptq, read_packed
 from sharding.checkpoint import CheckpointError
 from sharding.linear import read_dense
@@ -36,9 +36,9 @@ from sharding.slicing import width
 Reader = Callable[[Weights, LinearPart, Quantisation], LinearWeight]
 
 _STORED: dict[WeightFormat, tuple[Reader, tuple[str, ...]]] = {
-    WeightFormat.FP8: (read_fp8, SCALES),
+    WeightFormat.FP8: (read_rows, SCALES),
     WeightFormat.FP8_BLOCKS: (read_fp8_blocks, SCALES),
-    WeightFormat.ROUNDED_INT8: (read_rounded_int8, SCALES[:1]),
+    WeightFormat.ROUNDED_INT8: (read_rows, SCALES[:1]),
     WeightFormat.PACKED: (read_packed, ("weight_packed",)),
     WeightFormat.FP4: (read_fp4, ("weight_packed", "weight_scale_2")),
     WeightFormat.GPTQ: (read_gptq, ("qweight",)),
@@ -48,7 +48,7 @@ _STORED: dict[WeightFormat, tuple[Reader, tuple[str, ...]]] = {
 }
 """How to read a format, and the tensors that show that a map is stored in it."""
 
-MARKS = tuple(dict.fromkeys((*SCALES, *CODES, *BESIDE)))
+MARKS = tuple(dict.fromkeys((*SCALES, *INPUT_SCALES, *CODES, *BESIDE)))
 """Names of tensors that a map in fp8 or in integers may have, its weight apart."""
 
 _UNFIT = (RuntimeError, IndexError, TypeError, KeyError, ArithmeticError, JSONDecodeError)
@@ -147,7 +147,8 @@ class RoundedInt8OfDummies:
     def read(self, weights: Weights, parts: Sequence[LinearPart]) -> LinearWeight:
         """Make maps that share their input, and round them."""
         matrix = read_dense(weights, parts).matrix
-        return round_rows_to_int8(matrix, _largest(weights, parts, matrix), weights.dtype)
+        largest = _largest(weights, parts, matrix)
+        return round_rows(matrix, largest, weights.dtype, torch.int8)
 
 
 class IntegersOfDummies:

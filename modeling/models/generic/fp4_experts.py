@@ -9,7 +9,13 @@ from torch.nn import functional as F
 
 from configs.architectures.base import ArchitectureError
 from modeling.models.generic.integer_experts import CHUNK, LEAST
-from modeling.models.generic.stored_experts import StoredMatrices, kept
+from modeling.models.generic.stored_experts import (
+    StoredMatrices,
+    kept,
+    kernel_scales,
+    of_maps,
+    scales_of_inputs,
+)
 from modeling.quantisation.fp4 import (
     MXFP4,
     Fp4Weight,
@@ -65,9 +71,7 @@ class Fp4Matrices(StoredMatrices):
     def of_maps(cls, experts: Sequence[Sequence[Fp4Weight]]) -> "Fp4Matrices":
         """Put together the maps of each expert, their outputs below each other."""
         first = experts[0][0]
-        scales = _of_maps(experts, "input_global_scale")
-        if scales is not None and bool((scales == scales[:, :1]).all()):
-            scales = scales[:, :1].contiguous()
+        scales = scales_of_inputs(experts, "input_global_scale")
         pairs = (
             (
                 torch.cat([each.unpacked(slice(None)) for each in maps]),
@@ -75,7 +79,7 @@ class Fp4Matrices(StoredMatrices):
             )
             for maps in experts
         )
-        return cls(pairs, first.dtype, _of_maps(experts, "outer"), first.rounds, scales)
+        return cls(pairs, first.dtype, of_maps(experts, "outer"), first.rounds, scales)
 
     @property
     def form(self) -> str:
@@ -105,14 +109,7 @@ class Fp4Matrices(StoredMatrices):
                 f"mxfp4 with scales up to {LARGEST_POWER} (here {most}): set model.dtype to "
                 "bfloat16, or take a checkpoint in bfloat16"
             )
-        if self.input_scales is not None and self.input_scales.shape[1] > 1:
-            raise ArchitectureError(
-                f"experts in {self.form}: an expert's gate and up have global scales of their "
-                "inputs that differ, which no kernel takes: take a checkpoint of weights alone"
-            )
-        scales = None if self.input_scales is None else self.input_scales.data.flatten()
-        if scales is not None and bool((scales == scales[0]).all()):
-            scales = scales[:1]
+        scales = kernel_scales(self.form, self.input_scales)
         outer = None if self.outer is None else self._rows(self.outer.data).float()
         return {"size": self.size, "outer": outer, "rounds": self.rounds, "input_scales": scales}
 
@@ -130,13 +127,6 @@ class Fp4Matrices(StoredMatrices):
     def _rows(self, of_maps: Tensor) -> Tensor:
         """Return for each output what is of its map: [..., maps] to [..., out]."""
         return of_maps.repeat_interleave(self.codes.shape[2] // of_maps.shape[-1], -1)
-
-
-def _of_maps(experts: Sequence[Sequence[Fp4Weight]], name: str) -> Tensor | None:
-    """Return numbers that maps have one by one, [experts, maps]; None where they have none."""
-    if getattr(experts[0][0], name) is None:
-        return None
-    return torch.stack([torch.cat([getattr(each, name) for each in maps]) for maps in experts])
 
 
 def pack_scales(scales: Tensor, size: int) -> Tensor:

@@ -130,7 +130,7 @@ def by_token(
 ) -> tuple[Tensor, Tensor]:
     """Codes of a contiguous x on a GPU, and their scales; scale: of all tokens, float32 [1].
 
-    kind: of the codes, fp8 or int8, as `activations.by_token` and `int8.by_token` have them.
+    kind: of the codes, fp8 or int8, as `activations.by_token` has them.
     """
     rows, size = x.shape
     codes = torch.empty(rows, size, dtype=kind, device=x.device)

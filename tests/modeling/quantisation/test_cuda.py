@@ -1,6 +1,7 @@
 """Products with quantised weights on a GPU, against the reference on the same numbers."""
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,10 +13,9 @@ from configs.quantisation import Activations
 from modeling.quantisation import activations
 from modeling.quantisation.base import QuantisedWeight
 from modeling.quantisation.fp4 import MXFP4, NVFP4, round_fp4, rounded
-from modeling.quantisation.fp8 import round_blocks, round_rows
-from modeling.quantisation.int8 import by_token as by_token_to_int8
-from modeling.quantisation.int8 import round_rows_to_int8
+from modeling.quantisation.fp8 import round_blocks
 from modeling.quantisation.integers import Groups, IntegerWeight, local_groups, round_groups
+from modeling.quantisation.scaled import round_rows
 
 pytestmark = pytest.mark.gpu
 
@@ -66,8 +66,8 @@ INTEGERS = {"4 bits": symmetric, "act-order": act_order, "from a table": from_ta
 
 FORMS: dict[str, Callable[[torch.dtype], QuantisedWeight]] = {
     "fp8": lambda dtype: round_rows(matrix(dtype), matrix(dtype).abs().amax(1).float(), dtype),
-    "8 bits and activations": lambda dtype: round_rows_to_int8(
-        matrix(dtype), matrix(dtype).abs().amax(1), dtype
+    "8 bits and activations": lambda dtype: round_rows(
+        matrix(dtype), matrix(dtype).abs().amax(1), dtype, torch.int8
     ),
     "blocks": lambda dtype: round_blocks(matrix(dtype), (128, 128), Activations.GROUP),
     "4 bits by 32": lambda dtype: round_groups(matrix(dtype), 4, 32),
@@ -135,13 +135,11 @@ def test_rounding_is_the_cpus(dtype: torch.dtype) -> None:
     x = torch.randn(37, INPUTS, device="cuda").mul(3).to(dtype)
     x[0] = 0
     given = torch.tensor([0.02], device="cuda")
-    for found, wanted in (
-        (rounding.by_token(x), activations.by_token(x.cpu())),
-        (rounding.by_group(x, 128), activations.by_group(x.cpu(), 128)),
-        (rounding.by_token(x, given), (activations.to_fp8(x.cpu(), given.cpu()), given.cpu())),
-        (rounding.by_token(x, None, torch.int8), by_token_to_int8(x.cpu())),
-        (rounding.by_token(x, given, torch.int8), by_token_to_int8(x.cpu(), given.cpu())),
-    ):
+    pairs = [(rounding.by_group(x, 128), activations.by_group(x.cpu(), 128))]
+    for scale, kind in product((None, given), (activations.FP8, torch.int8)):
+        wanted = activations.by_token(x.cpu(), None if scale is None else scale.cpu(), kind)
+        pairs.append((rounding.by_token(x, scale, kind), wanted))
+    for found, wanted in pairs:
         assert torch.equal(found[0].cpu().view(torch.uint8), wanted[0].view(torch.uint8))
         assert torch.equal(found[1].cpu(), wanted[1].expand(found[1].shape))
 

@@ -23,9 +23,9 @@ from configs.quantisation import Activations
 from modeling.quantisation.activations import BLOCK
 from modeling.quantisation.bits_and_bytes import round_int8
 from modeling.quantisation.fp4 import MXFP4, NVFP4, round_fp4
-from modeling.quantisation.fp8 import round_blocks, round_rows
-from modeling.quantisation.int8 import round_rows_to_int8
+from modeling.quantisation.fp8 import round_blocks
 from modeling.quantisation.integers import round_groups
+from modeling.quantisation.scaled import round_rows
 from modeling.runner.load_paged import load_paged
 from modeling.runner.loading import pick_device
 from modeling.runner.paged import ModelRunner
@@ -109,7 +109,7 @@ def as_int8(name: str, matrix: Tensor) -> Tensors:
 
 def as_rounded_int8(name: str, matrix: Tensor) -> Tensors:
     """8 bits as compressed-tensors has them."""
-    made = round_rows_to_int8(matrix, matrix.abs().amax(1), torch.bfloat16)
+    made = round_rows(matrix, matrix.abs().amax(1), torch.bfloat16, torch.int8)
     return {f"{name}.weight": made.codes.data, f"{name}.weight_scale": made.scales.data}
 
 

@@ -25,7 +25,8 @@ from configs.model import DType, ModelConfig
 from modeling.models.generic import experts
 from modeling.models.generic.fp4_experts import Fp4Matrices
 from modeling.models.generic.integer_experts import IntegerMatrices
-from modeling.models.generic.stored_experts import LinearMatrices, StoredMatrices
+from modeling.models.generic.scaled_experts import ScaledMatrices
+from modeling.models.generic.stored_experts import StoredMatrices
 from modeling.runner.loading import load_model
 from sharding.group import SingleRank
 from tests.checkpoints import AdapterRecipe, write_adapter
@@ -285,7 +286,7 @@ def type_of(kind: str) -> str:
 def matrices_of(kind: str) -> type[StoredMatrices]:
     """What keeps the experts."""
     is_fp4 = kind == "gpt_oss" or "fp4" in kind
-    return Fp4Matrices if is_fp4 else IntegerMatrices if "4 bits" in kind else LinearMatrices
+    return Fp4Matrices if is_fp4 else IntegerMatrices if "4 bits" in kind else ScaledMatrices
 
 
 def write(folder: Path, kind: str, **changes: Any) -> tuple[Path, list[Path]]:
