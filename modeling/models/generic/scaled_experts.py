@@ -8,6 +8,7 @@ from torch import Tensor
 
 from configs.architectures.base import ArchitectureError
 from configs.quantisation import Activations
+from modeling.models.generic.fused_experts import HALF
 from modeling.models.generic.stored_experts import (
     StoredMatrices,
     kept,
@@ -63,6 +64,11 @@ class ScaledMatrices(StoredMatrices):
 
     def kernel_fields(self) -> dict[str, Any]:
         """Return what a `StoredWeight` has; ArchitectureError where no kernel takes it."""
+        if self.activations is Activations.NONE and self.dtype not in HALF:
+            raise ArchitectureError(
+                f"experts in {self.form}: GPUs multiply numbers of half precision with them, not "
+                f"{self.dtype}: set model.dtype to bfloat16 or float16"
+            )
         scales: Tensor | None = self.scales.data[..., 0]
         if self.group:
             is_rounded = self.activations is Activations.GROUP

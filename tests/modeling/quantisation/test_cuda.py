@@ -139,6 +139,11 @@ def test_rounding_is_the_cpus(dtype: torch.dtype) -> None:
     for scale, kind in product((None, given), (activations.FP8, torch.int8)):
         wanted = activations.by_token(x.cpu(), None if scale is None else scale.cpu(), kind)
         pairs.append((rounding.by_token(x, scale, kind), wanted))
+    own, experts = torch.rand(5, device="cuda"), torch.randint(0, 5, (len(x), 3), device="cuda")
+    for kind in (activations.FP8, torch.int8):
+        scales = own[experts.flatten(), None].cpu()
+        wanted = activations.by_token(x.cpu().repeat_interleave(3, 0), scales, kind)
+        pairs.append((rounding.by_token(x, own, kind, experts), wanted))
     for found, wanted in pairs:
         assert torch.equal(found[0].cpu().view(torch.uint8), wanted[0].view(torch.uint8))
         assert torch.equal(found[1].cpu(), wanted[1].expand(found[1].shape))

@@ -56,6 +56,13 @@ def as_channels(name: str, matrix: Tensor) -> Tensors:
     return {f"{name}.weight": made.codes.data, f"{name}.weight_scale": made.scales.data}
 
 
+def as_static(name: str, matrix: Tensor) -> Tensors:
+    """The same with a scale of a map's inputs, of each expert another one."""
+    expert = re.search(r"experts\.(\d+)", name)
+    step = 1 + int(expert[1]) % 3 if expert else 1
+    return {**as_channels(name, matrix), f"{name}.input_scale": torch.tensor([0.006 * step])}
+
+
 def as_gptq(name: str, matrix: Tensor, act_order: bool = False) -> Tensors:
     """4 bits as GPTQ packs them, with zero points; act-order: groups lie in no order."""
     inputs = matrix.shape[1]
@@ -151,6 +158,19 @@ def compressed_to_fp4(rounds: bool, strategy: str, size: int, dynamic: Any) -> d
     }
 
 
+def compressed_to_8_bits(kind: str, strategy: str | None) -> dict[str, Any]:
+    """What config.json says of maps in 8 bits; strategy: of what shares a scale of inputs."""
+    scheme: dict[str, Any] = {"weights": {"type": kind, "num_bits": 8, "strategy": "channel"}}
+    if strategy is not None:
+        inputs = {"type": kind, "num_bits": 8, "strategy": strategy}
+        scheme["input_activations"] = {**inputs, "dynamic": strategy == "token"}
+    return {
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": scheme},
+    }
+
+
 def _words(codes: Tensor) -> Tensor:
     """Put eight codes of a row into an int32, the first one low."""
     parts = codes.long().view(len(codes), -1, 8) << torch.arange(0, 32, 4)
@@ -169,16 +189,9 @@ FORMS: dict[str, tuple[Callable[[str, Tensor], Tensors] | None, dict[str, Any]]]
             "activation_scheme": "dynamic",
         },
     ),
-    "activations as they are": (
-        as_channels,
-        {
-            "quant_method": "compressed-tensors",
-            "quantization_status": "compressed",
-            "config_groups": {
-                "group_0": {"weights": {"type": "float", "num_bits": 8, "strategy": "channel"}}
-            },
-        },
-    ),
+    "activations as they are": (as_channels, compressed_to_8_bits("float", None)),
+    "stored fp8": (as_channels, compressed_to_8_bits("float", "token")),
+    "static fp8": (as_static, compressed_to_8_bits("float", "tensor")),
     "4 bits": (
         as_gptq,
         {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": False},
@@ -191,21 +204,7 @@ FORMS: dict[str, tuple[Callable[[str, Tensor], Tensors] | None, dict[str, Any]]]
         as_nf4,
         {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
     ),
-    "8 bits and activations": (
-        as_rounded_int8,
-        {
-            "quant_method": "compressed-tensors",
-            "quantization_status": "compressed",
-            "config_groups": {
-                "group_0": {
-                    "weights": {"type": "int", "num_bits": 8, "strategy": "channel"},
-                    "input_activations": {
-                        **{"type": "int", "num_bits": 8, "strategy": "token", "dynamic": True}
-                    },
-                }
-            },
-        },
-    ),
+    "8 bits and activations": (as_rounded_int8, compressed_to_8_bits("int", "token")),
     "nvfp4": (as_nvfp4, compressed_to_fp4(True, "tensor_group", NVFP4, "local")),
     "mxfp4": (as_mxfp4, compressed_to_fp4(True, "group", MXFP4, True)),
     "weights in mxfp4": (as_mxfp4, compressed_to_fp4(False, "group", MXFP4, True)),
