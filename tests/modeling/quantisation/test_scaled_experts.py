@@ -2,7 +2,8 @@
 
 The oracle computes transformers + PEFT over the numbers of compressed-tensors, and rounds what
 enters each quantised map by the package's function: with a scale for each token, or with the
-checkpoint's own of that map.
+checkpoint's own of that map. checkpoints/modelopt_fp8_experts is what NVIDIA's ModelOpt 0.47
+exported of a tiny Qwen3-MoE.
 """
 
 import json
@@ -13,20 +14,23 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from configs.architectures.base import ArchitectureError
 from configs.model import DType, ModelConfig
+from configs.quantisation import Activations
 from modeling.adapters.experts import RoutedAdapter
 from modeling.models.generic import experts, scaled_experts
 from modeling.models.generic.scaled_experts import ScaledMatrices
 from modeling.quantisation import scaled
-from modeling.quantisation.activations import rounded_by_token
-from modeling.quantisation.scaled import ScaledWeight
+from modeling.quantisation.activations import FP8, rounded_by_token, to_codes
+from modeling.quantisation.fp8 import BlockFp8Weight
+from modeling.quantisation.scaled import RowScaledWeight, ScaledWeight
 from modeling.runner.loading import load_model
 from sharding.group import LoneRank, SingleRank
-from tests.checkpoints import load_oracle
+from tests.checkpoints import load_oracle, write_adapter
+from tests.checkpoints_experts import EXPERT_ADAPTERS
 from tests.checkpoints_quantised import scheme_of, write_8_bits
 from tests.modeling.parity.comparison import engine_config
 from tests.modeling.quantisation.quantised import (
@@ -36,6 +40,7 @@ from tests.modeling.quantisation.quantised import (
     round_experts,
 )
 from tests.modeling.quantisation.test_fp4_experts import World, experts_of, rewritten
+from tests.modeling.quantisation.test_packed import CHECKPOINTS
 from tests.sweeps import swept_rows
 
 # PEFT looks for patterns of parameters among modules, and warns that it found none.
@@ -57,7 +62,6 @@ SCHEMES = {
 
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "fp8 of transformers": ("fp8, static", {"quant_method": "fp8", "activation_scheme": "static"}),
-    "fp8 of ModelOpt": ("fp8, static", {"quant_method": "modelopt", "quant_algo": "FP8"}),
     "ModelOpt's tokens": (
         "fp8",
         {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"},
@@ -170,6 +174,25 @@ def test_tokens_of_what_others_publish(made: Mixtures, kind: str, form: str) -> 
     compare(stored, made.adapters(kind), oracle, 2, margin=MARGIN, dtype="float32")
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_tokens_of_modelopt(tmp_path: Path, ranks: int) -> None:
+    stored, numbers = CHECKPOINTS / "modelopt_fp8_experts", tmp_path / "numbers"
+    settings = json.loads((stored / "config.json").read_text())
+    assert settings.pop("quantization_config")["quant_algo"] == "FP8"
+    own = load_file(stored / "model.safetensors")
+    left = {name: tensor.float() for name, tensor in own.items() if "_scale" not in name}
+    for name in [name for name in own if name.endswith("weight_scale")]:
+        left[name.removesuffix("_scale")] *= own[name]
+    numbers.mkdir()
+    (numbers / "config.json").write_text(json.dumps(settings))
+    save_file(left, numbers / "model.safetensors", {"format": "pt"})
+    adapters = [tmp_path / name for name in ("r8", "parameters")]
+    for folder in adapters:
+        write_adapter(folder, numbers, EXPERT_ADAPTERS[folder.name])
+    oracle = rounding_oracle(stored, numbers, "fp8, static", ranks)
+    compare(stored, adapters, oracle, ranks, margin=MARGIN, dtype="float32")
+
+
 @pytest.mark.parametrize(("form", "ranks"), [("fp8, static", 1), ("8 bits, static", 2)])
 def test_tokens_of_gate_and_up_whose_inputs_have_scales_apart(
     made: Mixtures, form: str, ranks: int
@@ -203,6 +226,32 @@ def test_numbers_are_the_package_s_own(made: Mixtures, form: str) -> None:
             kept += matrices.codes.nbytes
     of_form = "fp8" if "fp8" in form else "integers of 8 bits"
     assert 0 < kept < loaded.weight_forms[of_form]
+
+
+@pytest.mark.parametrize("kind", [FP8, torch.int8])
+@pytest.mark.parametrize("activations", Activations)
+def test_an_expert_is_its_linear_maps(kind: torch.dtype, activations: Activations) -> None:
+    """Bit by bit, in blocks too where those have static scales or scales of groups."""
+    group = 16 if kind is FP8 and activations in (Activations.GROUP, Activations.STATIC) else 0
+    if activations is Activations.GROUP and not group:
+        pytest.skip("integers have no groups")
+
+    def weight(index: int) -> ScaledWeight:
+        codes = to_codes(torch.randn(32, 64).mul(40), torch.ones(()), kind)
+        scale = torch.tensor([0.01 + 0.01 * index]) if activations is Activations.STATIC else None
+        if not group:
+            return RowScaledWeight(codes, torch.rand(32, 1), activations, torch.bfloat16, scale)
+        of = torch.arange(64) // group
+        how = (group, activations, torch.bfloat16, scale)
+        return BlockFp8Weight(codes, torch.rand(32, 64 // group), of, *how)
+
+    maps = [[weight(2 * expert + own) for own in range(2)] for expert in range(3)]
+    made, x = ScaledMatrices(maps), torch.randn(5, 64).bfloat16()
+    for expert, parts in enumerate(maps):
+        assert torch.equal(made.numbers()[expert], torch.cat([part[:] for part in parts]))
+        found = made.inputs(x, torch.full((5,), expert))
+        for own, part in zip(list(found) * (2 // len(found)), parts, strict=True):
+            assert torch.equal(own, part.inputs(x))
 
 
 @pytest.mark.parametrize("form", ["fp8 of transformers", "8 bits"])
