@@ -1,5 +1,6 @@
 """Stored experts become code for Hopper that does not spill; Triton needs no GPU for that."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,14 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Compiled:
 
 
 def compile_layers(
-    up: Any, down: Any, dtype: torch.dtype, compiled: Compiled, folder: Path
+    up: Any,
+    down: Any,
+    dtype: torch.dtype,
+    compiled: Compiled,
+    folder: Path,
+    deltas: Any = lambda tokens: None,
 ) -> None:
-    """Compile each cut; no code may spill."""
+    """Compile each cut; no code may spill. deltas: of a step's tokens."""
     from modeling.layers.kernels.stored_experts import stored_experts
     from modeling.layers.kernels.stored_weights import Gate
 
@@ -42,8 +48,23 @@ def compile_layers(
     for tokens in [cut.tokens for cut in up.cuts[:-1]] + [up.cuts[-2].tokens + 1]:
         x, ids = torch.empty(tokens, up.shape[1]).to(dtype), torch.zeros(tokens, ACTIVE).long()
         shares = torch.empty(tokens, ACTIVE).to(dtype)
-        stored_experts(x, up, down, Gate(), ids, shares, counts)
+        stored_experts(x, up, down, Gate(), ids, shares, counts, deltas(tokens))
     assert not any(stack_of(code, folder) for code in compiled.codes)
+
+
+def deltas_of(hidden: int, inner: int, tokens: int) -> Any:
+    """One layer's adapters, of two pages for each expert."""
+    from modeling.kernels.pairs import PairDeltas
+    from modeling.layers.kernels.expert_deltas import LayerDeltas
+
+    sides = ((hidden, inner), (hidden, inner), (inner, hidden))
+    pools = tuple(
+        (torch.empty(2, 64, 8, one).bfloat16(), torch.empty(2, 64, 8, other).bfloat16())
+        for one, other in sides
+    )
+    table = torch.zeros(4, len(pools), EXPERTS, 2, dtype=torch.int32)
+    deltas = PairDeltas(torch.zeros(tokens).int(), table, pools, (0, 1, 2))
+    return LayerDeltas(deltas, (0, 1), 2, 0)
 
 
 @pytest.mark.parametrize("size", [NVFP4, MXFP4])
@@ -91,5 +112,13 @@ def test_8_bits(
         how: dict[str, Any] = {"rounds": activations != "none", "input_scales": own}
         return StoredWeight(codes, torch.empty(EXPERTS, outputs), None, (outputs, inputs), **how)
 
-    compile_layers(weight(2 * inner, hidden), weight(hidden, inner), dtype, compiled, tmp_path)
+    layers = weight(2 * inner, hidden), weight(hidden, inner)
+    compile_layers(*layers, dtype, compiled, tmp_path)
+    if hidden == 2048 and dtype is torch.bfloat16:
+        deltas = partial(deltas_of, hidden, inner)
+        compile_layers(*layers, dtype, compiled, tmp_path, deltas)
+        assert "sum_deltas_kernel" in compiled.names
     assert ("_by_token" in compiled.names) == (activations != "none")
+    product = ".s32.s8.s8" if kind is torch.int8 else ".f32.e4m3.e4m3"
+    found = any(product in text for text in compiled.texts)
+    assert found == (activations != "none"), "codes are not multiplied by the tensor cores"
