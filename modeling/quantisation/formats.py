@@ -9,6 +9,7 @@ from torch import Tensor
 
 from configs.model import Quantize
 from configs.quantisation import Activations, Quantisation, WeightFormat
+from modeling.quantisation.activations import FP8
 from modeling.quantisation.base import join
 from modeling.quantisation.bits_and_bytes import (
     BLOCK,
@@ -141,14 +142,17 @@ _SAME = {
 """What a checkpoint may be, where the setting asks for the same."""
 
 
-class RoundedInt8OfDummies:
-    """Integers of 8 bits, of random weights, with inputs that are rounded too."""
+class RowsOfDummies:
+    """Codes of 8 bits, of random weights, with inputs that are rounded too."""
+
+    def __init__(self, kind: torch.dtype) -> None:
+        """kind: of the codes, fp8 or int8."""
+        self._kind = kind
 
     def read(self, weights: Weights, parts: Sequence[LinearPart]) -> LinearWeight:
         """Make maps that share their input, and round them."""
         matrix = read_dense(weights, parts).matrix
-        largest = _largest(weights, parts, matrix)
-        return round_rows(matrix, largest, weights.dtype, torch.int8)
+        return round_rows(matrix, _largest(weights, parts, matrix), weights.dtype, self._kind)
 
 
 class IntegersOfDummies:
@@ -166,8 +170,6 @@ class IntegersOfDummies:
 
 class Fp4OfDummies:
     """Numbers of 4 bits, of random weights."""
-
-    bits = 4
 
     def __init__(self, how: Quantisation) -> None:
         assert how.group_size is not None
@@ -200,12 +202,12 @@ def format_of_dummies(stored: Quantisation | None, quantize: Quantize) -> Linear
             f"several ({stored.method}): remove all but one"
         )
     made: dict[WeightFormat, Callable[[], LinearFormat]] = {
-        WeightFormat.FP8: Fp8AtLoad,
+        WeightFormat.FP8: lambda: RowsOfDummies(FP8),
         WeightFormat.FP8_BLOCKS: lambda: BlocksOfDummies(stored),
         WeightFormat.FP4: lambda: Fp4OfDummies(stored),
         WeightFormat.NF4: Nf4AtLoad,
         WeightFormat.INT8: Int8AtLoad,
-        WeightFormat.ROUNDED_INT8: RoundedInt8OfDummies,
+        WeightFormat.ROUNDED_INT8: lambda: RowsOfDummies(torch.int8),
     }
     return made.get(stored.format, lambda: IntegersOfDummies(stored))()
 

@@ -9,7 +9,14 @@ from modeling.models.generic.integer_experts import IntegerMatrices
 from modeling.models.generic.scaled_experts import ScaledMatrices
 from modeling.models.generic.stacked_experts import StackedExperts, within
 from modeling.models.generic.stored_experts import StoredMatrices
-from modeling.quantisation.formats import MARKS, Fp4OfDummies, IntegersOfDummies, StoredFormat
+from modeling.quantisation.formats import (
+    MARKS,
+    BlocksOfDummies,
+    Fp4OfDummies,
+    IntegersOfDummies,
+    RowsOfDummies,
+    StoredFormat,
+)
 from modeling.quantisation.fp4 import MXFP4, NVFP4, Fp4Weight
 from modeling.quantisation.integers import IntegerWeight
 from modeling.quantisation.scaled import ScaledWeight
@@ -63,12 +70,15 @@ def read_dummies(
     weights: Weights, name: str, shape: tuple[int, ...], cut: tuple[Segments, Segments] | None,
     experts: range | None,
 ) -> StoredMatrices | None:  # fmt: skip
-    """Make matrices of random weights, where a checkpoint's would be of 4 bits; None for others.
+    """Make matrices of random weights, where a checkpoint's would be quantised; None for others.
 
     cut: the rows and columns of each; None: all. experts: as for `read_linears`.
     """
     form = weights.linear_format
-    if not isinstance(form, IntegersOfDummies | Fp4OfDummies) or form.bits != 4:
+    made_so = BlocksOfDummies | Fp4OfDummies | IntegersOfDummies | RowsOfDummies
+    if not isinstance(form, made_so):
+        return None
+    if isinstance(form, IntegersOfDummies) and form.bits != 4:
         return None
     count, *sizes = shape
     rows, columns = cut or (whole(sizes[0]), whole(sizes[1]))

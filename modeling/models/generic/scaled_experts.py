@@ -34,7 +34,8 @@ class ScaledMatrices(StoredMatrices):
         first = experts[0][0]
         self._form, self.dtype, self.activations = first.form, first.dtype, first.activations
         codes, scales = zip(*map(below, experts), strict=True)
-        self.codes, self.scales = kept(torch.stack(codes)), kept(torch.stack(scales))
+        stacked = torch.stack([each.view(torch.uint8) for each in codes]).view(codes[0].dtype)
+        self.codes, self.scales = kept(stacked), kept(torch.stack(scales))
         inputs = scales_of_inputs(experts, "input_scale")
         self.input_scales = None if inputs is None else kept(inputs)
         self.group, self.group_of = 0, None

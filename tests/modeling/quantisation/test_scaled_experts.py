@@ -17,8 +17,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from benchmarks.stored import mark_stored
 from configs.architectures.base import ArchitectureError
-from configs.model import DType, ModelConfig
+from configs.model import DType, LoadFormat, ModelConfig
 from configs.quantisation import Activations
 from modeling.adapters.experts import RoutedAdapter
 from modeling.models.generic import experts, scaled_experts
@@ -300,6 +301,25 @@ def test_experts_in_several_forms_are_refused(made: Mixtures, tmp_path: Path) ->
         file.write_text(json.dumps(settings))
         with pytest.raises(ArchitectureError, match=r"all of a layer alike: take such"):
             load_model(engine_config(changed), SingleRank(), CPU)
+
+
+@pytest.mark.parametrize(("method", "ranks"), [("w8a8", 1), ("w8a8", 2), ("fp8-blocks", 1)])
+def test_random_weights_are_kept_as_the_checkpoint_s_would_be(
+    made: Mixtures, tmp_path: Path, method: str, ranks: int
+) -> None:
+    (tmp_path / "config.json").write_bytes((made.dense("qwen3_moe") / "config.json").read_bytes())
+    mark_stored(tmp_path, method)
+    settings = ModelConfig(id=str(tmp_path), load_format=LoadFormat.DUMMY)
+    group = LoneRank(0, ranks) if ranks > 1 else SingleRank()
+    model: Any = load_model(engine_config(tmp_path, model=settings), group, CPU).model
+    for _, own in experts_of(model.causal):
+        stored = own.gate_up_proj_stored, own.down_proj_stored
+        assert [each.codes.shape for each in stored] == [
+            (6, 256 // ranks, 128),
+            (6, 128, 128 // ranks),
+        ]
+        assert {each.codes.dtype for each in stored} == {torch.int8 if method == "w8a8" else FP8}
+        assert 0 < own.down_proj.abs().mean() < 0.1
 
 
 def inputs_are_left_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
