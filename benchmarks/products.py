@@ -20,8 +20,9 @@ from torch.nn import functional as F
 
 from configs.quantisation import Activations
 from modeling.quantisation.fp4 import MXFP4, NVFP4, round_fp4
-from modeling.quantisation.fp8 import round_blocks, round_rows
+from modeling.quantisation.fp8 import round_blocks
 from modeling.quantisation.integers import Groups, IntegerWeight, round_groups
+from modeling.quantisation.scaled import round_rows
 from sharding.linear_weight import DenseWeight, LinearWeight
 
 DTYPE = torch.bfloat16

@@ -78,6 +78,17 @@ def fp8_blocks(count: int, outputs: int, inputs: int) -> Any:
     return StoredWeight(codes, scales, None, (outputs, inputs))
 
 
+def scaled(kind: torch.dtype, static: bool, count: int, outputs: int, inputs: int) -> Any:
+    """Make weights in 8 bits with scales of outputs; static: whether those of inputs are stored."""
+    from modeling.layers.kernels.stored_weights import StoredWeight
+
+    codes = torch.randn(count, outputs, inputs, device="cuda").mul(40).to(kind)
+    scales = torch.rand(count, outputs, device="cuda") / (40 * inputs**0.5)
+    own = torch.rand(count, device="cuda") / 100 if static else None
+    shape = outputs, inputs
+    return StoredWeight(codes, scales, None, shape, rounds=True, input_scales=own)
+
+
 def integers(group: int, zeros: bool, count: int, outputs: int, inputs: int) -> Any:
     """Make weights as GPTQ and AWQ have them."""
     from modeling.layers.kernels.stored_weights import StoredWeight
@@ -103,6 +114,9 @@ def _stored(make: Callable[[int, int, int], Any], *sizes: Any) -> Layer:
 FORMS: dict[str, Callable[[int, tuple[int, int], tuple[int, int]], Layer]] = {
     "bfloat16": bfloat16,
     "fp8-blocks": partial(_stored, fp8_blocks),
+    "fp8": partial(_stored, partial(scaled, torch.float8_e4m3fn, False)),
+    "fp8-static": partial(_stored, partial(scaled, torch.float8_e4m3fn, True)),
+    "8-bits": partial(_stored, partial(scaled, torch.int8, False)),
     "mxfp4": partial(_stored, mxfp4),
     "nvfp4": partial(_stored, partial(nvfp4, True)),
     "nvfp4-weights": partial(_stored, partial(nvfp4, False)),
@@ -152,7 +166,7 @@ def _steps(tokens: int, name: str) -> list[Step]:
 
 
 def measure(arguments: argparse.Namespace) -> None:
-    """Print a line for each shape and form, or each cut of 4 bits."""
+    """Print a line for each shape and form, or each cut of stored ones."""
     print(f"shape form cut {' '.join(map(str, arguments.tokens))} off")
     for name in arguments.shapes:
         hidden, inner, count, _ = SHAPES[name]
@@ -161,7 +175,7 @@ def measure(arguments: argparse.Namespace) -> None:
                 continue
             made = FORMS[form]
             layers = [made(count, (2 * inner, hidden), (hidden, inner)) for _ in range(LAYERS)]
-            cuts = arguments.cuts if form.startswith(("4-bits", "mxfp4", "nvfp4")) else []
+            cuts = [] if form == "bfloat16" else arguments.cuts
             own = [layers[0](*_steps(tokens, name)[0]) for tokens in arguments.tokens]
             for cut in ("own", *cuts):
                 with _cut_so(cut):
@@ -179,17 +193,18 @@ def _off(found: Tensor, own: Tensor) -> float:
 
 @contextmanager
 def _cut_so(cut: str) -> Iterator[None]:
-    """Cut codes of 4 bits so meanwhile; own: as steps do."""
+    """Cut codes so meanwhile; own: as steps do."""
     from modeling.layers.kernels import stored_weights
 
-    own = stored_weights.INTEGER_CUTS, stored_weights.FP4_CUTS
+    names = ("INTEGER_CUTS", "FP4_CUTS", "SCALED_CUTS")
+    own = {name: getattr(stored_weights, name) for name in names}
     if cut != "own":
         one = stored_weights.StoredCut(2**31, *map(int, cut.split(",")))
-        stored_weights.INTEGER_CUTS = stored_weights.FP4_CUTS = (one,)
+        vars(stored_weights).update(dict.fromkeys(names, (one,)))
     try:
         yield
     finally:
-        stored_weights.INTEGER_CUTS, stored_weights.FP4_CUTS = own
+        vars(stored_weights).update(own)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,6 +1,7 @@
 """Tiny quantised checkpoints, written by the formats' own packages."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
@@ -12,6 +13,7 @@ from bitsandbytes.nn import Linear8bitLt
 from compressed_tensors.compressors import (
     ModelCompressor,
     MXFP4PackedCompressor,
+    NaiveQuantizationCompressor,
     NVFP4PackedCompressor,
     PackedQuantizationCompressor,
 )
@@ -45,12 +47,22 @@ def write_compressed(
     preset: a scheme's name in the package, e.g. "FP8_DYNAMIC". inputs, weights: what changes of
     its arguments for both.
     """
+    return _write_schemes(folder, dense, [scheme_of(preset, inputs, **weights)], ignore)
+
+
+def scheme_of(
+    preset: str, inputs: Mapping[str, Any] | None = MappingProxyType({}), **weights: Any
+) -> QuantizationScheme:
+    """A scheme of the package, with other arguments; inputs: None leaves them as they are."""
     scheme = preset_name_to_scheme(preset, ["Linear"])
     assert scheme.weights is not None
-    changes = {"weights": scheme.weights.model_copy(update=weights)}
-    if scheme.input_activations is not None:
-        changes["input_activations"] = scheme.input_activations.model_copy(update=dict(inputs))
-    return _write_schemes(folder, dense, [scheme.model_copy(update=changes)], ignore)
+    changes: dict[str, Any] = {"weights": scheme.weights.model_copy(update=weights)}
+    rounding = scheme.input_activations
+    if rounding is not None:
+        changes["input_activations"] = (
+            None if inputs is None else rounding.model_copy(update=dict(inputs))
+        )
+    return scheme.model_copy(update=changes)
 
 
 def write_several(folder: Path, dense: Path, presets: Mapping[str, Sequence[str]]) -> Path:
@@ -142,6 +154,41 @@ def write_fp4(folder: Path, dense: Path, preset: str, apart: bool = False, **mor
         config_groups={"group_0": scheme}, ignore=["lm_head"], quantization_status="compressed",
     )  # fmt: skip
     return write_quantised(folder, dense, tensors_of, config.model_dump(mode="json"), **more)
+
+
+def write_8_bits(
+    folder: Path,
+    dense: Path,
+    scheme: QuantizationScheme,
+    apart: bool = False,
+    settings: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write fp8 or integers of compressed-tensors, those of single experts too.
+
+    scheme: of the package, with a scale for each output or matrix. apart: whether an expert's gate
+    and up have different static scales of their inputs. settings: what config.json says instead of
+    the package's words. Returns the checkpoint of the numbers that the package makes.
+    """
+    args, inputs = scheme.weights, scheme.input_activations
+    assert args is not None
+
+    def tensors_of(path: str, matrix: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        parts = matrix if args.strategy == "channel" else matrix.view(1, -1)
+        scale, _ = calculate_qparams(parts.amin(-1), parts.amax(-1), args)
+        own = {"weight": matrix, "weight_scale": scale[:, None] if len(scale) > 1 else scale}
+        made = NaiveQuantizationCompressor.compress(own, scheme)
+        numbers = NaiveQuantizationCompressor.decompress(dict(made), scheme)["weight"].float()
+        if inputs is not None and not inputs.dynamic:
+            shared = path if apart else re.sub("gate_proj|w1$", "up_proj", path)
+            step = 1 + sum(map(ord, shared.replace("w3", "up_proj"))) % 11
+            made["input_scale"] = torch.tensor([step * (0.005 if args.type == "int" else 0.001)])
+        return made, numbers
+
+    config = QuantizationConfig(
+        config_groups={"group_0": scheme}, ignore=["lm_head"], quantization_status="compressed",
+    )  # fmt: skip
+    own = config.model_dump(mode="json") if settings is None else settings
+    return write_quantised(folder, dense, tensors_of, own)
 
 
 def unpacked(folder: Path) -> dict[str, Tensor]:

@@ -1,6 +1,7 @@
-"""Activations in fp8 (e4m3): with scales of a token, of some inputs of a token, or of the model.
+"""Activations in 8 bits: with scales of a token, of some inputs of a token, or of the model.
 
-    stored = round(x / scale), scale = largest |x| / 448
+    fp8 (e4m3)   stored = round(x / scale), scale = largest |x| / 448
+    integers     the same with 127.5, and within -128 and 127
 
 in float32, as compressed-tensors computes it. A token's scales come from the token alone, so a row
 never depends on its neighbours. Where a layer's inputs are cut over ranks, each rank has scales of
@@ -32,10 +33,11 @@ def range_of(codes: torch.dtype) -> tuple[float, float]:
     return LARGEST_INT8 if codes is torch.int8 else LARGEST, SMALLEST
 
 
-def scales_of(largest: Tensor) -> Tensor:
-    """Return the scales of numbers whose largest absolute values these are."""
-    scales = largest.float() / LARGEST
-    return torch.where(scales == 0, SMALLEST, scales)
+def scales_of(largest: Tensor, kind: torch.dtype = FP8) -> Tensor:
+    """Return the scales of numbers whose largest absolute values these are; kind: of the codes."""
+    most, smallest = range_of(kind)
+    scales = largest.float() / most
+    return torch.where(scales == 0, smallest, scales)
 
 
 def to_fp8(x: Tensor, scales: Tensor) -> Tensor:
@@ -43,10 +45,22 @@ def to_fp8(x: Tensor, scales: Tensor) -> Tensor:
     return (x.float() / scales).clamp(-LARGEST, LARGEST).to(FP8)
 
 
-def by_token(x: Tensor) -> tuple[Tensor, Tensor]:
-    """[tokens, in] to fp8 of that shape and float32 scales [tokens, 1]."""
-    scales = scales_of(x.abs().amax(dim=-1, keepdim=True))
-    return to_fp8(x, scales), scales
+def to_codes(x: Tensor, scales: Tensor, kind: torch.dtype) -> Tensor:
+    """Return the same in fp8 or int8."""
+    if kind is FP8:
+        return to_fp8(x, scales)
+    return torch.round(x.float() / scales).clamp(-128, 127).to(torch.int8)
+
+
+def by_token(
+    x: Tensor, scale: Tensor | None = None, kind: torch.dtype = FP8
+) -> tuple[Tensor, Tensor]:
+    """[tokens, in] to codes of that shape and float32 scales [tokens, 1].
+
+    scale: float32 [1] of all tokens, or [tokens, 1]; None: each token's own.
+    """
+    scales = scales_of(x.abs().amax(dim=-1, keepdim=True), kind) if scale is None else scale
+    return to_codes(x, scales, kind), scales
 
 
 def by_group(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
@@ -56,9 +70,9 @@ def by_group(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     return to_fp8(parts, scales[..., None]).flatten(-2), scales
 
 
-def rounded_by_token(x: Tensor) -> Tensor:
+def rounded_by_token(x: Tensor, scale: Tensor | None = None, kind: torch.dtype = FP8) -> Tensor:
     """Return x in its own type, rounded as `by_token` does."""
-    codes, scales = by_token(x)
+    codes, scales = by_token(x, scale, kind)
     return (codes.float() * scales).to(x.dtype)
 
 
@@ -67,8 +81,3 @@ def rounded_by_group(x: Tensor, group: int) -> Tensor:
     codes, scales = by_group(x, group)
     parts = codes.float().view(*scales.shape, group) * scales[..., None]
     return parts.flatten(-2).to(x.dtype)
-
-
-def rounded(x: Tensor, scale: Tensor) -> Tensor:
-    """Return x in its own type, rounded to fp8 with a given scale."""
-    return (to_fp8(x, scale).float() * scale).to(x.dtype)

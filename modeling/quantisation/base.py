@@ -42,11 +42,6 @@ class QuantisedWeight(LinearWeight):
         alike = [other for other in others if isinstance(other, type(self))]
         return [self, *alike] if len(alike) == len(others) else []
 
-    @property
-    def has_input_scale(self) -> bool:
-        """Return whether its inputs are rounded by a scale that the checkpoint has for it."""
-        return getattr(self, "input_scale", None) is not None
-
     def inputs(self, x: Tensor) -> Tensor:
         """Return x as it counts in the product: rounded where the form rounds activations."""
         return x

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from configs.model import Quantize
 from configs.quantisation import Activations, Quantisation, WeightFormat
+from modeling.quantisation.activations import FP8
 from modeling.quantisation.base import join
 from modeling.quantisation.bits_and_bytes import (
     BLOCK,
@@ -20,12 +21,12 @@ from modeling.quantisation.bits_and_bytes import (
     round_nf4,
 )
 from modeling.quantisation.fp4 import round_fp4
-from modeling.quantisation.fp8 import round_blocks, round_rows
-from modeling.quantisation.int8 import read_rounded_int8, round_rows_to_int8
+from modeling.quantisation.fp8 import round_blocks
 from modeling.quantisation.integers import round_groups
 from modeling.quantisation.products import SIZES
+from modeling.quantisation.scaled import round_rows
 from modeling.quantisation.stored_fp4 import read_fp4
-from modeling.quantisation.stored_fp8 import SCALES, read_fp8, read_fp8_blocks
+from modeling.quantisation.stored_fp8 import INPUT_SCALES, SCALES, read_fp8_blocks, read_rows
 from modeling.quantisation.stored_integers import BESIDE, CODES, read_awq, read_gptq, read_packed
 from sharding.checkpoint import CheckpointError
 from sharding.linear import read_dense
@@ -36,9 +37,9 @@ from sharding.slicing import width
 Reader = Callable[[Weights, LinearPart, Quantisation], LinearWeight]
 
 _STORED: dict[WeightFormat, tuple[Reader, tuple[str, ...]]] = {
-    WeightFormat.FP8: (read_fp8, SCALES),
+    WeightFormat.FP8: (read_rows, SCALES),
     WeightFormat.FP8_BLOCKS: (read_fp8_blocks, SCALES),
-    WeightFormat.ROUNDED_INT8: (read_rounded_int8, SCALES[:1]),
+    WeightFormat.ROUNDED_INT8: (read_rows, SCALES[:1]),
     WeightFormat.PACKED: (read_packed, ("weight_packed",)),
     WeightFormat.FP4: (read_fp4, ("weight_packed", "weight_scale_2")),
     WeightFormat.GPTQ: (read_gptq, ("qweight",)),
@@ -48,7 +49,7 @@ _STORED: dict[WeightFormat, tuple[Reader, tuple[str, ...]]] = {
 }
 """How to read a format, and the tensors that show that a map is stored in it."""
 
-MARKS = tuple(dict.fromkeys((*SCALES, *CODES, *BESIDE)))
+MARKS = tuple(dict.fromkeys((*SCALES, *INPUT_SCALES, *CODES, *BESIDE)))
 """Names of tensors that a map in fp8 or in integers may have, its weight apart."""
 
 _UNFIT = (RuntimeError, IndexError, TypeError, KeyError, ArithmeticError, JSONDecodeError)
@@ -142,13 +143,17 @@ _SAME = {
 """What a checkpoint may be, where the setting asks for the same."""
 
 
-class RoundedInt8OfDummies:
-    """Integers of 8 bits, of random weights, with inputs that are rounded too."""
+class RowsOfDummies:
+    """Codes of 8 bits, of random weights, with inputs that are rounded too."""
+
+    def __init__(self, kind: torch.dtype) -> None:
+        """kind: of the codes, fp8 or int8."""
+        self._kind = kind
 
     def read(self, weights: Weights, parts: Sequence[LinearPart]) -> LinearWeight:
         """Make maps that share their input, and round them."""
         matrix = read_dense(weights, parts).matrix
-        return round_rows_to_int8(matrix, _largest(weights, parts, matrix), weights.dtype)
+        return round_rows(matrix, _largest(weights, parts, matrix), weights.dtype, self._kind)
 
 
 class IntegersOfDummies:
@@ -166,8 +171,6 @@ class IntegersOfDummies:
 
 class Fp4OfDummies:
     """Numbers of 4 bits, of random weights."""
-
-    bits = 4
 
     def __init__(self, how: Quantisation) -> None:
         assert how.group_size is not None
@@ -200,12 +203,12 @@ def format_of_dummies(stored: Quantisation | None, quantize: Quantize) -> Linear
             f"several ({stored.method}): remove all but one"
         )
     made: dict[WeightFormat, Callable[[], LinearFormat]] = {
-        WeightFormat.FP8: Fp8AtLoad,
+        WeightFormat.FP8: lambda: RowsOfDummies(FP8),
         WeightFormat.FP8_BLOCKS: lambda: BlocksOfDummies(stored),
         WeightFormat.FP4: lambda: Fp4OfDummies(stored),
         WeightFormat.NF4: Nf4AtLoad,
         WeightFormat.INT8: Int8AtLoad,
-        WeightFormat.ROUNDED_INT8: RoundedInt8OfDummies,
+        WeightFormat.ROUNDED_INT8: lambda: RowsOfDummies(torch.int8),
     }
     return made.get(stored.format, lambda: IntegersOfDummies(stored))()
 

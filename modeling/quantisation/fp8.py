@@ -1,4 +1,4 @@
-"""Weights in fp8 (e4m3): with a scale for each output, or one for each block of a matrix."""
+"""Weights in fp8 (e4m3) with a scale for each block of a matrix."""
 
 from collections.abc import Sequence
 from typing import Self
@@ -10,38 +10,27 @@ from configs.quantisation import Activations
 from modeling.quantisation.activations import (
     BLOCK,
     FP8,
-    rounded,
     rounded_by_group,
     rounded_by_token,
     scales_of,
     to_fp8,
 )
 from modeling.quantisation.products import gpu_products
-from modeling.quantisation.scaled import RowScaledWeight, ScaledWeight, below
+from modeling.quantisation.scaled import ScaledWeight, below
 from sharding.linear_weight import LinearWeight
 
-_ROUNDED_AT_ONCE = 2**24
-"""Numbers of a matrix in float32 at a time: 64 MiB each for the copy and its quotient."""
 
+def scales_of_blocks(scales: Tensor, group: int) -> Tensor | None:
+    """Return the scales of whole blocks of 128 by 128; None where there are others.
 
-class Fp8Weight(RowScaledWeight):
-    """W = codes * scales, with a scale for each output.
-
-    codes: fp8 [out, in]. scales: float32 [out, 1].
+    scales: [..., out, groups], to [..., out / 128, groups]. group: inputs of a group.
     """
-
-    @property
-    def form(self) -> str:
-        """Return its name."""
-        return "fp8"
-
-    def inputs(self, x: Tensor) -> Tensor:
-        """Return x as the product sees it."""
-        if self.activations is Activations.NONE:
-            return x
-        if self.input_scale is not None:
-            return rounded(x, self.input_scale)
-        return rounded_by_token(x)
+    *first, outputs, groups = scales.shape
+    if group != BLOCK or outputs % BLOCK:
+        return None
+    by_block = scales.view(*first, -1, BLOCK, groups)
+    own = by_block[..., 0, :]
+    return own.contiguous() if bool((by_block == own.unsqueeze(-2)).all()) else None
 
 
 class BlockFp8Weight(ScaledWeight):
@@ -67,11 +56,8 @@ class BlockFp8Weight(ScaledWeight):
         self.group_of = self.keep(group_of)
         self.group = group
         # What a GPU multiplies with: whole blocks, which parts of maps may not have.
-        self.blocks = None
-        if group == BLOCK and activations is Activations.GROUP and not codes.shape[0] % BLOCK:
-            by_block = scales.view(-1, BLOCK, scales.shape[1])
-            if bool((by_block == by_block[:, :1]).all()):
-                self.blocks = self.keep(by_block[:, 0].contiguous())
+        blocks = scales_of_blocks(scales, group) if activations is Activations.GROUP else None
+        self.blocks = None if blocks is None else self.keep(blocks)
 
     @property
     def form(self) -> str:
@@ -91,7 +77,7 @@ class BlockFp8Weight(ScaledWeight):
         """Return x as the product sees it."""
         if self.activations is Activations.GROUP:
             return rounded_by_group(x, self.group)
-        return x if self.input_scale is None else rounded(x, self.input_scale)
+        return x if self.input_scale is None else rounded_by_token(x, self.input_scale)
 
     def forward(self, x: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         """x W^T + bias."""
@@ -103,21 +89,6 @@ class BlockFp8Weight(ScaledWeight):
     def __getitem__(self, rows: slice) -> Tensor:
         """Return some rows in `dtype`."""
         return (self.codes[rows].float() * self.scales[rows][:, self.group_of]).to(self.dtype)
-
-
-def round_rows(matrix: Tensor, largest: Tensor, dtype: torch.dtype) -> Fp8Weight:
-    """Round a matrix [out, in] to fp8; activations will have a scale for each token.
-
-    largest: [out], the largest absolute value of each row; of all ranks' columns, where the
-    matrix's columns are cut.
-    """
-    scales = scales_of(largest)[:, None]
-    codes = torch.empty(matrix.shape, dtype=FP8, device=matrix.device)
-    # A whole matrix in float32 would take more memory than the model in fp8 leaves free.
-    for first in range(0, len(matrix), height := max(1, _ROUNDED_AT_ONCE // matrix.shape[1])):
-        rows = slice(first, first + height)
-        codes[rows] = to_fp8(matrix[rows], scales[rows])
-    return Fp8Weight(codes, scales, Activations.TOKEN, dtype)
 
 
 def round_blocks(

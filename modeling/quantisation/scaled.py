@@ -13,9 +13,13 @@ import torch
 from torch import Tensor
 
 from configs.quantisation import Activations
+from modeling.quantisation.activations import FP8, rounded_by_token, scales_of, to_codes
 from modeling.quantisation.base import QuantisedWeight
 from modeling.quantisation.products import SIZES, gpu_products
 from sharding.linear_weight import LinearWeight, Operands
+
+_ROUNDED_AT_ONCE = 2**24
+"""Numbers of a matrix in float32 at a time: 64 MiB each for the copy and its quotient."""
 
 
 class ScaledWeight(QuantisedWeight):
@@ -50,11 +54,16 @@ def below(parts: Sequence[ScaledWeight]) -> tuple[Tensor, Tensor]:
 class RowScaledWeight(ScaledWeight):
     """W = codes * scales, with a scale for each output.
 
-    scales: float32 [out, 1].
+    codes: fp8 or int8 [out, in]. scales: float32 [out, 1].
     """
 
     _taken: tuple[Tensor, Tensor, Tensor] | None = None
     """x, and codes of x with their scales, for one product."""
+
+    @property
+    def form(self) -> str:
+        """Return its name."""
+        return "fp8" if self.codes.dtype is FP8 else "integers of 8 bits"
 
     def joined(self, others: Sequence[LinearWeight]) -> Self | None:
         """Return one weight of all rows, where all round their inputs alike."""
@@ -62,6 +71,12 @@ class RowScaledWeight(ScaledWeight):
         if not parts or not all(self._rounds_like(part) for part in parts):
             return None
         return type(self)(*below(parts), self.activations, self.dtype, self.input_scale)
+
+    def inputs(self, x: Tensor) -> Tensor:
+        """Return x as the product sees it."""
+        if self.activations is Activations.NONE:
+            return x
+        return rounded_by_token(x, self.input_scale, self.codes.dtype)
 
     def forward(self, x: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         """x W^T + bias."""
@@ -106,3 +121,20 @@ class RowScaledWeight(ScaledWeight):
         mine, theirs = self.input_scale, other.input_scale
         same = mine is theirs if mine is None or theirs is None else torch.equal(mine, theirs)
         return same and self.activations is other.activations
+
+
+def round_rows(
+    matrix: Tensor, largest: Tensor, dtype: torch.dtype, kind: torch.dtype = FP8
+) -> RowScaledWeight:
+    """Round a matrix [out, in]; activations will have a scale for each token.
+
+    largest: [out], the largest absolute value of each row; of all ranks' columns, where the
+    matrix's columns are cut. kind: of the codes, fp8 or int8.
+    """
+    scales = scales_of(largest, kind)[:, None]
+    codes = torch.empty(matrix.shape, dtype=kind, device=matrix.device)
+    # A whole matrix in float32 would take more memory than the model in fp8 leaves free.
+    for first in range(0, len(matrix), height := max(1, _ROUNDED_AT_ONCE // matrix.shape[1])):
+        rows = slice(first, first + height)
+        codes[rows] = to_codes(matrix[rows], scales[rows], kind)
+    return RowScaledWeight(codes, scales, Activations.TOKEN, dtype)

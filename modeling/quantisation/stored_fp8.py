@@ -1,6 +1,6 @@
-"""Reads fp8 weights of checkpoints: compressed-tensors', and those that DeepSeek and Qwen publish.
+"""Reads weights in codes of 8 bits: compressed-tensors', and those that DeepSeek and Qwen publish.
 
-weight                       e4m3 [out, in]
+weight                       e4m3 or int8 [out, in]
 weight_scale                 one, [out, 1], or one for each block   (compressed-tensors)
 weight_scale_inv             the same, of the method fp8; it multiplies too, and may be e8m0
 input_scale, activation_scale    of static activations, in the same order
@@ -9,9 +9,11 @@ input_scale, activation_scale    of static activations, in the same order
 import torch
 from torch import Tensor
 
-from configs.quantisation import Activations, Quantisation
-from modeling.quantisation.fp8 import BlockFp8Weight, Fp8Weight
+from configs.quantisation import Activations, Quantisation, WeightFormat
+from modeling.quantisation.activations import FP8
+from modeling.quantisation.fp8 import BlockFp8Weight
 from modeling.quantisation.integers import local_groups
+from modeling.quantisation.scaled import RowScaledWeight
 from sharding.checkpoint import CheckpointError
 from sharding.linear_weight import LinearPart
 from sharding.loader import Weights
@@ -20,14 +22,17 @@ from sharding.slicing import Segments
 SCALES = ("weight_scale", "weight_scale_inv")
 """What a quantised map has beside its weight."""
 
-_INPUT_SCALES = ("input_scale", "activation_scale")
+INPUT_SCALES = ("input_scale", "activation_scale")
+"""What it has of STATIC activations."""
 
 
-def read_fp8(weights: Weights, part: LinearPart, how: Quantisation) -> Fp8Weight:
+def read_rows(weights: Weights, part: LinearPart, how: Quantisation) -> RowScaledWeight:
     """Read a map whose weights have a scale for each output, or one for all."""
+    kind = torch.int8 if how.format is WeightFormat.ROUNDED_INT8 else FP8
     scales = row_scales(weights, part)[indices(part.rows, weights.device)][:, None]
     scale = input_scale(weights, part) if how.activations is Activations.STATIC else None
-    return Fp8Weight(_codes(weights, part), scales, how.activations, weights.dtype, scale)
+    codes = _codes(weights, part, kind)
+    return RowScaledWeight(codes, scales, how.activations, weights.dtype, scale)
 
 
 def read_fp8_blocks(weights: Weights, part: LinearPart, how: Quantisation) -> BlockFp8Weight:
@@ -46,7 +51,7 @@ def read_fp8_blocks(weights: Weights, part: LinearPart, how: Quantisation) -> Bl
     if how.activations is Activations.GROUP:
         check_groups(part, groups.size, wide)
     return BlockFp8Weight(
-        _codes(weights, part),
+        _codes(weights, part, FP8),
         groups.scales,
         groups.group_of,
         wide,
@@ -86,10 +91,10 @@ def indices(segments: Segments, device: torch.device) -> Tensor:
     return torch.cat([torch.arange(start, stop, device=device) for start, stop in segments])
 
 
-def _codes(weights: Weights, part: LinearPart) -> Tensor:
+def _codes(weights: Weights, part: LinearPart, kind: torch.dtype) -> Tensor:
     codes = weights.read_stored(f"{part.name}.weight", part.shape, part.rows, part.columns)
-    if codes.dtype is not torch.float8_e4m3fn:
-        raise CheckpointError(f"{part.name}.weight is stored as {codes.dtype}, not as fp8 e4m3")
+    if codes.dtype is not kind:
+        raise CheckpointError(f"{part.name}.weight is stored as {codes.dtype}, not as {kind}")
     return codes.contiguous()
 
 
@@ -103,7 +108,7 @@ def _number(weights: Weights, part: LinearPart, names: tuple[str, ...]) -> Tenso
 
 def input_scale(weights: Weights, part: LinearPart) -> Tensor:
     """Read the scale of a map's inputs, float32 [1]."""
-    scale = _number(weights, part, _INPUT_SCALES).flatten()
+    scale = _number(weights, part, INPUT_SCALES).flatten()
     if len(scale) != 1 or not bool(scale > 0):
         raise CheckpointError(f"{part.name}: the scale of its inputs is not one positive number")
     return scale

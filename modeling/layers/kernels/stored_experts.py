@@ -1,12 +1,9 @@
-"""Experts kept as a checkpoint stored them, in Triton: fp4, fp8 blocks, integers of 4 bits.
+"""Experts kept as a checkpoint stored them, in Triton: codes of 4 bits or 8.
 
 As in experts.py, a table has the pairs of each expert, and a program reads a tile of one
 expert's weights once for many pairs. Here for any number of tokens: numbers are made of a tile
-where it is multiplied, so no expert is ever expanded.
-
-    fp8     y[p, o] = sum_g a[p, g] b[o / 128, g] sum_{i of g} X[p, i] W[o, i]
-
-How the others are read: fp4_experts.py, integer_experts.py.
+where it is multiplied, so no expert is ever expanded. How they are read: fp4_experts.py,
+integer_experts.py, scaled_experts.py.
 Adapters' deltas are of x and of inner columns before those are rounded.
 """
 
@@ -26,39 +23,14 @@ from modeling.kernels.launch import Launcher, aligned, has_dependent_launch, lau
 from modeling.layers.kernels.expert_deltas import LayerDeltas, enter_pairs, sum_pairs
 from modeling.layers.kernels.fp4_experts import of_fp4
 from modeling.layers.kernels.integer_experts import of_integers
+from modeling.layers.kernels.scaled_experts import of_blocks, of_outputs
 from modeling.layers.kernels.stored_pairs import FEW_TOKENS, experts_by_pair, gated
 from modeling.layers.kernels.stored_weights import Gate, StoredCut, StoredWeight
 from modeling.quantisation.activations import BLOCK
-from modeling.quantisation.kernels.rounding import by_group, to_fp4
+from modeling.quantisation.kernels.rounding import by_group, by_token, to_fp4
 
 # Arguments are grouped by what they describe.
 # fmt: off
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _of_fp8(
-    x: "Any", x_scales: "Any", num_x: "Any", codes: "Any", scales: "Any",
-    expert: "Any", row: "Any", at: "Any", live: "Any",
-    HEIGHT: tl.constexpr, INPUTS: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr,
-) -> "Any":
-    """Sums [ROWS, PAIRS] of an expert's rows and x's rows `at`; x_scales: [groups, num_x]."""
-    GROUPS: tl.constexpr = INPUTS // 128
-    k = tl.arange(0, 128)
-    w_rows = codes + (expert * HEIGHT + row)[:, None] * INPUTS + k[None, :]
-    s_rows = scales + (expert * (HEIGHT // 128) + row // 128) * GROUPS
-    x_rows = x + at[None, :] * INPUTS + k[:, None]
-    own = tl.load(s_rows)
-    tokens = tl.load(x_scales + at, mask=live, other=0.0)
-    acc = tl.zeros([ROWS, PAIRS], dtype=tl.float32)
-    for group in range(GROUPS):
-        later = tl.minimum(group + 1, GROUPS - 1)
-        next_own = tl.load(s_rows + later)
-        next_tokens = tl.load(x_scales + later * num_x + at, mask=live, other=0.0)
-        x_tile = tl.load(x_rows + group * 128, mask=live[None, :], other=0.0)
-        part = tl.dot(tl.load(w_rows + group * 128), x_tile)
-        acc += part * own[:, None] * tokens[None, :]
-        own, tokens = next_own, next_tokens
-    return acc
 
 
 @triton.jit(do_not_specialize=["num_x", "num_tokens"])  # type: ignore[untyped-decorator]
@@ -69,8 +41,8 @@ def _up(
     limit: "Any", alpha: "Any",
     INPUTS: tl.constexpr, WIDTH: tl.constexpr, ACTIVE: tl.constexpr, SHARED: tl.constexpr,
     PAIRS: tl.constexpr, BLOCK_N: tl.constexpr,
-    FP8: tl.constexpr, HAS_BIAS: tl.constexpr, INTERLEAVED: tl.constexpr, CLAMPED: tl.constexpr,
-    DELTAS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, INTERLEAVED: tl.constexpr, CLAMPED: tl.constexpr, DELTAS: tl.constexpr,
+    BY_BLOCK: tl.constexpr, BY_OUTPUT: tl.constexpr, ROUNDED: tl.constexpr,
     IS_NVFP4: tl.constexpr,
     GROUP: tl.constexpr, MIDDLE: tl.constexpr, HAS_ZEROS: tl.constexpr, ORDERED: tl.constexpr,
     RAISED: tl.constexpr,
@@ -96,20 +68,26 @@ def _up(
         r = tl.arange(0, 2 * BLOCK_N)
         column = tl.program_id(1) * BLOCK_N + r // 2
         row = 2 * column + r % 2 if INTERLEAVED else r % 2 * WIDTH + column
-        if FP8:
-            acc = _of_fp8(
-                x, x_scales, num_x, codes, scales, expert, row, pair // ACTIVE, live,
+        at = pair // SHARED
+        if BY_BLOCK:
+            acc = of_blocks(
+                x, x_scales, num_x, codes, scales, expert, row, at, live,
                 2 * WIDTH, INPUTS, 2 * BLOCK_N, PAIRS,
+            )
+        elif BY_OUTPUT:
+            acc = of_outputs(
+                x, x_scales, codes, scales, expert, row, at, live,
+                2 * WIDTH, INPUTS, 2 * BLOCK_N, PAIRS, ROUNDED,
             )
         elif GROUP > 0:
             acc = of_integers(
-                x, codes, scales, zeros, order, expert, row, pair // ACTIVE, live,
+                x, codes, scales, zeros, order, expert, row, at, live,
                 2 * WIDTH, INPUTS, 2 * BLOCK_N, PAIRS, GROUP, MIDDLE, HAS_ZEROS, ORDERED, RAISED,
                 ASM0, ASM1, ASM2, ASM3,
             )
         else:
             acc = of_fp4(
-                x, codes, scales, outer, expert, row, pair // SHARED, live,
+                x, codes, scales, outer, expert, row, at, live,
                 2 * WIDTH, INPUTS, 2 * BLOCK_N, PAIRS, IS_NVFP4, ASM0, ASM1, ASM2, ASM3,
             )
         if HAS_BIAS:
@@ -134,7 +112,8 @@ def _down(
     codes: "Any", scales: "Any", outer: "Any", zeros: "Any", order: "Any", bias: "Any",
     shares: "Any", out: "Any", counts: "Any", table: "Any", num_tokens: "Any",
     INPUTS: tl.constexpr, WIDTH: tl.constexpr,
-    PAIRS: tl.constexpr, BLOCK_N: tl.constexpr, FP8: tl.constexpr, HAS_BIAS: tl.constexpr,
+    PAIRS: tl.constexpr, BLOCK_N: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BY_BLOCK: tl.constexpr, BY_OUTPUT: tl.constexpr, ROUNDED: tl.constexpr,
     IS_NVFP4: tl.constexpr,
     GROUP: tl.constexpr, MIDDLE: tl.constexpr, HAS_ZEROS: tl.constexpr, ORDERED: tl.constexpr,
     RAISED: tl.constexpr,
@@ -153,10 +132,15 @@ def _down(
         live = m < count
         pair = tl.load(table + expert * num_tokens + m, mask=live, other=0).to(tl.int64)
         n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-        if FP8:
-            acc = _of_fp8(
+        if BY_BLOCK:
+            acc = of_blocks(
                 x, x_scales, num_x, codes, scales, expert, n, pair, live,
                 WIDTH, INPUTS, BLOCK_N, PAIRS,
+            )
+        elif BY_OUTPUT:
+            acc = of_outputs(
+                x, x_scales, codes, scales, expert, n, pair, live,
+                WIDTH, INPUTS, BLOCK_N, PAIRS, ROUNDED,
             )
         elif GROUP > 0:
             acc = of_integers(
@@ -241,19 +225,21 @@ def _product(
     pdl: bool,
 ) -> None:
     rows, inputs, scales = len(x), x, x
-    if weight.is_fp8:
+    experts = ids if weight.rounds_by_expert else None
+    if weight.is_by_block:
         inputs, by_row = by_group(x, BLOCK)
         scales = by_row.t()
-    if weight.rounds:
-        experts = ids if weight.rounds_by_expert else None
+    elif weight.rounds and weight.is_by_output:
+        inputs, scales = by_token(x, weight.input_scales, weight.codes.dtype, experts)
+    elif weight.rounds:
         inputs = to_fp4(x, weight.size, weight.input_scales, experts)
     codes = weight.codes
     found = weight.outer, weight.zeros, weight.order, weight.bias
     beside = [codes if each is None else each for each in found]
-    made = weight.form(x.dtype)
+    made, kinds = weight.form(x.dtype), (codes.dtype, beside[-1].dtype)
     constants = {**sizes, **form, **made, "PDL": pdl}
     launch(
-        (common, cut, *sizes.values(), *form.values(), *made.values(), beside[-1].dtype),
+        (common, cut, *sizes.values(), *form.values(), *made.values(), *kinds),
         *(grid, [inputs, scales, rows, codes, weight.scales, *beside, *rest], constants),
         {"num_warps": cut.warps, "num_stages": cut.stages, **launch_options(pdl)},
     )

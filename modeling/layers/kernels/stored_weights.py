@@ -30,12 +30,12 @@ FP4_CUTS: tuple[StoredCut, ...] = (
     StoredCut(256, 32, 64, 128, 4, 3),
     StoredCut(2**31, 64, 64, 128, 4, 3),
 )
-FP8_CUTS = (
+SCALED_CUTS = (
     StoredCut(64, 16, 32, 64, 4, 4),
     StoredCut(256, 32, 64, 128, 4, 3),
     StoredCut(2**31, 64, 64, 128, 4, 3),
 )
-"""The best of those that a GPU compared."""
+"""The best of those that a GPU compared for fp8 in blocks."""
 
 INTEGER_CUTS: tuple[StoredCut, ...] = (
     StoredCut(64, 16, 64, 64, 4, 4),
@@ -49,15 +49,15 @@ INTEGER_CUTS: tuple[StoredCut, ...] = (
 class StoredWeight:
     """The matrices [out, in] of a layer's experts.
 
-    codes: fp8 [experts, out, in], else int16 [experts, in / 128, out, 32].
-    scales: of fp8 float32 [experts, out / 128, in / 128]; of e2m1 int32
-    [experts, in / 128, 32 / size, out], four bytes each; of integers [experts, groups, out], in x's
-    type. bias: [experts, out].
+    codes: of 8 bits fp8 or int8 [experts, out, in], else int16 [experts, in / 128, out, 32].
+    scales: of 8 bits float32 [experts, out], or of blocks [experts, out / 128, in / 128]; of e2m1
+    int32 [experts, in / 128, 32 / size, out], four bytes each; of integers [experts, groups, out],
+    in x's type. bias: [experts, out].
     shape: (out, in).
     size: inputs that share a scale of e2m1: 16 of nvfp4, 32 of mxfp4; 0 in other forms.
     outer: float32 [experts, out], what nvfp4's scales are multiplied by.
-    rounds: whether inputs are rounded to e2m1. input_scales: float32 [experts], what the scales of
-    nvfp4's inputs are multiplied by; [1] where experts have the same.
+    rounds: whether inputs are rounded, to e2m1 or 8 bits. input_scales: float32 [experts], those
+    of the checkpoint, by which nvfp4's scales are multiplied; [1] where experts have the same.
     group: inputs of a group of integers: 32, 64, or a multiple of 128; 0 in other forms.
     middle: the zero point of integers, where there are no zeros: uint8 of the scales' shape.
     order: int32 [experts, in], the inputs of integers in the codes' order; None: as they are.
@@ -77,9 +77,14 @@ class StoredWeight:
     order: Tensor | None = None
 
     @property
-    def is_fp8(self) -> bool:
-        """Whether it is in fp8."""
-        return self.codes.dtype is torch.float8_e4m3fn
+    def is_by_block(self) -> bool:
+        """Whether it is in fp8 with scales of blocks."""
+        return self.codes.dtype.itemsize == 1 and self.scales.dim() == 3
+
+    @property
+    def is_by_output(self) -> bool:
+        """Whether it is in 8 bits with scales of outputs."""
+        return self.codes.dtype.itemsize == 1 and self.scales.dim() == 2
 
     @property
     def rounds_by_expert(self) -> bool:
@@ -94,12 +99,15 @@ class StoredWeight:
     @property
     def cuts(self) -> tuple[StoredCut, ...]:
         """How its form is cut, by the number of tokens."""
-        return FP8_CUTS if self.is_fp8 else INTEGER_CUTS if self.group else FP4_CUTS
+        if self.codes.dtype.itemsize == 1:
+            return SCALED_CUTS
+        return INTEGER_CUTS if self.group else FP4_CUTS
 
     def form(self, dtype: torch.dtype) -> dict[str, Any]:
         """What kernels are compiled for; dtype: of x."""
-        own = {"FP8": self.is_fp8, "GROUP": self.group, "MIDDLE": self.middle}
-        own |= {"IS_NVFP4": self.outer is not None}
+        own: dict[str, Any] = {"BY_BLOCK": self.is_by_block, "BY_OUTPUT": self.is_by_output}
+        own |= {"ROUNDED": self.rounds, "IS_NVFP4": self.outer is not None}
+        own |= {"GROUP": self.group, "MIDDLE": self.middle}
         own |= {"HAS_ZEROS": self.zeros is not None, "ORDERED": self.order is not None}
         made = integer_constants(dtype) if self.group else {"RAISED": 0, **ASSEMBLY}
         return {**own, "HAS_BIAS": self.bias is not None, **made}

@@ -7,13 +7,20 @@ from configs.architectures.base import ArchitectureError
 from configs.quantisation import WeightFormat
 from modeling.models.generic.fp4_experts import Fp4Matrices
 from modeling.models.generic.integer_experts import IntegerMatrices
+from modeling.models.generic.scaled_experts import ScaledMatrices
 from modeling.models.generic.stacked_experts import StackedExperts, within
-from modeling.models.generic.stored_experts import LinearMatrices, StoredMatrices
-from modeling.quantisation.base import join
-from modeling.quantisation.formats import MARKS, Fp4OfDummies, IntegersOfDummies, StoredFormat
+from modeling.models.generic.stored_experts import StoredMatrices
+from modeling.quantisation.formats import (
+    MARKS,
+    BlocksOfDummies,
+    Fp4OfDummies,
+    IntegersOfDummies,
+    RowsOfDummies,
+    StoredFormat,
+)
 from modeling.quantisation.fp4 import Fp4Weight
-from modeling.quantisation.fp8 import BlockFp8Weight, Fp8Weight
 from modeling.quantisation.integers import IntegerWeight
+from modeling.quantisation.scaled import ScaledWeight
 from modeling.quantisation.stored_fp8 import check_groups
 from sharding.linear_weight import DenseWeight, LinearPart, LinearWeight
 from sharding.loader import Weights
@@ -65,12 +72,15 @@ def read_dummies(
     weights: Weights, name: str, shape: tuple[int, ...], cut: tuple[Segments, Segments] | None,
     experts: range | None,
 ) -> StoredMatrices | None:  # fmt: skip
-    """Make matrices of random weights, where a checkpoint's would be of 4 bits; None for others.
+    """Make matrices of random weights, where a checkpoint's would be quantised; None for others.
 
     cut: the rows and columns of each; None: all. experts: as for `read_linears`.
     """
     form = weights.linear_format
-    if not isinstance(form, IntegersOfDummies | Fp4OfDummies) or form.bits != 4:
+    made_so = BlocksOfDummies | Fp4OfDummies | IntegersOfDummies | RowsOfDummies
+    if not isinstance(form, made_so):
+        return None
+    if isinstance(form, IntegersOfDummies) and form.bits != 4:
         return None
     count, *sizes = shape
     rows, columns = cut or (whole(sizes[0]), whole(sizes[1]))
@@ -103,19 +113,29 @@ def _check_cut(part: LinearPart, weight: LinearWeight, size: int | None) -> None
 
 
 def _matrices(name: str, made: Sequence[Sequence[LinearWeight]]) -> StoredMatrices:
-    if all(_is_integer(part) for expert in made for part in expert):
+    parts = [part for expert in made for part in expert]
+    if all(map(_is_integer, parts)):
         return IntegerMatrices(cast(Any, made))
-    if _are_fp4([part for expert in made for part in expert]):
+    if _are_fp4(parts):
         return Fp4Matrices.of_maps(cast(Any, made))
-    joined = [join(expert) for expert in made]
-    fp8 = [each for each in joined if isinstance(each, Fp8Weight | BlockFp8Weight)]
-    if len(fp8) < len(joined) or any(each.has_input_scale for each in fp8):
-        raise ArchitectureError(
-            f"{name}: experts in {joined[0].form}: those in integers of 4 bits are served (GPTQ, "
-            "AWQ, compressed-tensors), in nvfp4 and mxfp4, and in fp8 where activations have "
-            "scales of their own, all of a layer alike: take such a checkpoint, or one in bfloat16"
-        )
-    return LinearMatrices(fp8)
+    if _are_scaled(parts):
+        return ScaledMatrices(cast(Any, made))
+    forms = " + ".join(dict.fromkeys(part.form for part in parts))
+    raise ArchitectureError(
+        f"{name}: experts in {forms}: those in integers of 4 bits are served (GPTQ, AWQ, "
+        "compressed-tensors), in nvfp4 and mxfp4, in fp8, and in integers of 8 bits with "
+        "activations of 8 bits, all of a layer alike: take such a checkpoint, or one in bfloat16"
+    )
+
+
+def _are_scaled(parts: Sequence[LinearWeight]) -> bool:
+    """Whether all are in codes of 8 bits of one form, and round their inputs alike."""
+    kinds = {
+        (each.form, each.activations, getattr(each, "group", 0))
+        for each in parts
+        if isinstance(each, ScaledWeight)
+    }
+    return len(kinds) == 1 and all(isinstance(each, ScaledWeight) for each in parts)
 
 
 def _are_fp4(parts: Sequence[LinearWeight]) -> bool:

@@ -39,13 +39,9 @@ from modeling.models.generic.routed_projections import (
     router_projection,
     routers,
 )
+from modeling.models.generic.scaled_experts import ScaledMatrices
 from modeling.models.generic.step import CurrentStep
-from modeling.models.generic.stored_experts import (
-    LinearMatrices,
-    StoredMatrices,
-    has_stored,
-    inputs_of,
-)
+from modeling.models.generic.stored_experts import StoredMatrices, has_stored, inputs_of
 from sharding.group import TensorParallel
 from sharding.slicing import spread_experts
 
@@ -65,7 +61,7 @@ multiply them in bfloat16."""
 DELTAS_OF_STORED: dict[type[StoredMatrices], frozenset[str]] = {
     Fp4Matrices: frozenset(("deepseek_v3", "gpt_oss", "qwen3_moe")),
     IntegerMatrices: frozenset(("deepseek_v3", "glm4_moe", "mixtral", "qwen3_moe")),
-    LinearMatrices: frozenset(("deepseek_v3", "glm4_moe", "minimax_m2", "mixtral", "qwen3_moe")),
+    ScaledMatrices: frozenset(("deepseek_v3", "glm4_moe", "minimax_m2", "mixtral", "qwen3_moe")),
 }
 """Types of which they multiply those of experts that a checkpoint quantised, by the form."""
 

@@ -7,7 +7,13 @@ import torch
 from torch import Tensor
 
 from configs.architectures.base import ArchitectureError
-from modeling.models.generic.stored_experts import StoredMatrices, kept
+from modeling.models.generic.stored_experts import (
+    StoredMatrices,
+    kept,
+    kernel_scales,
+    of_maps,
+    scales_of_inputs,
+)
 from modeling.quantisation.fp4 import MXFP4, Fp4Weight, numbers_of, pack, rounded, unpack
 from sharding.loader import Weights
 from sharding.slicing import Segments
@@ -53,9 +59,7 @@ class Fp4Matrices(StoredMatrices):
     def of_maps(cls, experts: Sequence[Sequence[Fp4Weight]]) -> "Fp4Matrices":
         """Put together the maps of each expert, their outputs below each other."""
         first = experts[0][0]
-        scales = _of_maps(experts, "input_global_scale")
-        if scales is not None and bool((scales == scales[:, :1]).all()):
-            scales = scales[:, :1].contiguous()
+        scales = scales_of_inputs(experts, "input_global_scale")
         pairs = (
             (
                 torch.cat([each.codes for each in maps], 1),
@@ -63,7 +67,7 @@ class Fp4Matrices(StoredMatrices):
             )
             for maps in experts
         )
-        outer = _of_maps(experts, "outer")
+        outer = of_maps(experts, "outer")
         return cls(pairs, first.shape[1], first.dtype, outer, first.rounds, scales)
 
     @property
@@ -94,14 +98,7 @@ class Fp4Matrices(StoredMatrices):
                 f"mxfp4 with scales up to {LARGEST_POWER} (here {most}): set model.dtype to "
                 "bfloat16, or take a checkpoint in bfloat16"
             )
-        if self.input_scales is not None and self.input_scales.shape[1] > 1:
-            raise ArchitectureError(
-                f"experts in {self.form}: an expert's gate and up have global scales of their "
-                "inputs that differ, which no kernel takes: take a checkpoint of weights alone"
-            )
-        scales = None if self.input_scales is None else self.input_scales.data.flatten()
-        if scales is not None and bool((scales == scales[0]).all()):
-            scales = scales[:1]
+        scales = kernel_scales(self.form, self.input_scales)
         outer = None if self.outer is None else self._rows(self.outer.data).float()
         return {"size": self.size, "outer": outer, "rounds": self.rounds, "input_scales": scales}
 
@@ -114,13 +111,6 @@ class Fp4Matrices(StoredMatrices):
     def _rows(self, of_maps: Tensor) -> Tensor:
         """Return for each output what is of its map: [..., maps] to [..., out]."""
         return of_maps.repeat_interleave(self.codes.shape[2] // of_maps.shape[-1], -1)
-
-
-def _of_maps(experts: Sequence[Sequence[Fp4Weight]], name: str) -> Tensor | None:
-    """Return numbers that maps have one by one, [experts, maps]; None where they have none."""
-    if getattr(experts[0][0], name) is None:
-        return None
-    return torch.stack([torch.cat([getattr(each, name)[:1] for each in maps]) for maps in experts])
 
 
 def is_stored(weights: Weights, name: str) -> bool:

@@ -13,7 +13,7 @@ from modeling.models.generic.comparing import same
 from modeling.models.generic.fp4_experts import Fp4Matrices
 from modeling.models.generic.fused_experts import is_silu
 from modeling.models.generic.integer_experts import LEAST, IntegerMatrices
-from modeling.models.generic.stored_experts import LinearMatrices
+from modeling.models.generic.scaled_experts import ScaledMatrices
 
 if TYPE_CHECKING:
     from modeling.layers.kernels.stored_weights import Gate, StoredWeight
@@ -110,14 +110,10 @@ def _weight(module: Any, name: str) -> "StoredWeight":
 
     stored: nn.Module | None = getattr(module, f"{name}_stored", None)
     bias: Tensor | None = getattr(module, f"{name}_bias") if module.has_bias else None
-    fields: dict[str, Any] = {}
-    if isinstance(stored, LinearMatrices):
-        codes, scales = stored.stack()
-        shape = codes.shape[1], codes.shape[2]
+    if isinstance(stored, ScaledMatrices):
+        shape = stored.codes.shape[1], stored.codes.shape[2]
     elif isinstance(stored, IntegerMatrices | Fp4Matrices):
-        codes, scales = stored.codes.data, stored.scales.data
-        shape = codes.shape[2], stored.inputs_of_output
-        fields = stored.kernel_fields()
+        shape = stored.codes.shape[2], stored.inputs_of_output
     else:
         raise ArchitectureError(f"{name}: a checkpoint quantises all of an expert's maps, or none")
     if any(size % LEAST for size in shape):
@@ -125,4 +121,5 @@ def _weight(module: Any, name: str) -> "StoredWeight":
             f"{name}: GPUs multiply quantised experts of sizes that are multiples of {LEAST}, not "
             f"{shape}: take a checkpoint in bfloat16"
         )
-    return StoredWeight(codes, scales, bias, shape, **fields)
+    fields = {"scales": stored.scales.data, **stored.kernel_fields()}
+    return StoredWeight(stored.codes.data, bias=bias, shape=shape, **fields)

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from configs.architectures.base import ArchitectureError
 from modeling.quantisation.base import QuantisedWeight
-from modeling.quantisation.fp8 import BlockFp8Weight
 
 
 def kept(tensor: Tensor) -> nn.Parameter:
@@ -38,44 +37,32 @@ class StoredMatrices(nn.Module, ABC):
         return (x,)
 
 
-class LinearMatrices(StoredMatrices):
-    """Matrices [out, in], each in a form of linear maps."""
+def of_maps(experts: Sequence[Sequence[QuantisedWeight]], name: str) -> Tensor | None:
+    """Return what all outputs of a map have alike, [experts, maps]; None where they have none."""
+    if getattr(experts[0][0], name) is None:
+        return None
+    return torch.stack([torch.cat([getattr(each, name)[:1] for each in maps]) for maps in experts])
 
-    def __init__(self, experts: Sequence[QuantisedWeight]) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(experts)
-        self._experts = tuple(experts)
 
-    @property
-    def form(self) -> str:
-        """Return its name."""
-        return self._experts[0].form
+def scales_of_inputs(experts: Sequence[Sequence[QuantisedWeight]], name: str) -> Tensor | None:
+    """Return the same of maps' inputs; [experts, 1] where those of an expert's maps are equal."""
+    scales = of_maps(experts, name)
+    if scales is None or not bool((scales == scales[:, :1]).all()):
+        return scales
+    return scales[:, :1].contiguous()
 
-    def numbers(self) -> Tensor:
-        """[experts, out, in]."""
-        return torch.stack([each[:] for each in self._experts])
 
-    def inputs(self, x: Tensor, experts: Tensor) -> Sequence[Tensor]:
-        """Return x as any expert rounds it."""
-        return (self._experts[0].inputs(x),)
-
-    def stack(self) -> tuple[Tensor, Tensor]:
-        """Put all matrices into one tensor, for kernels: fp8 [experts, out, in], and its scales.
-
-        The scales: float32 [experts, out / 128, in / 128]. ArchitectureError in other forms.
-        """
-        own = [each for each in self._experts if isinstance(each, BlockFp8Weight)]
-        blocks = [each.blocks.data for each in own if each.blocks is not None]
-        if len(blocks) < len(self._experts):
-            raise ArchitectureError(
-                f"experts in {self.form}: GPUs multiply them in blocks of 128 by 128 with scales "
-                "for the inputs of a block: take a checkpoint in bfloat16"
-            )
-        codes = torch.stack([each.codes.data.view(torch.uint8) for each in own])
-        codes = codes.view(own[0].codes.dtype)
-        for number, each in enumerate(own):
-            each.codes.data = codes[number]  # The one before is freed.
-        return codes, torch.stack(blocks)
+def kernel_scales(form: str, scales: Tensor | None) -> Tensor | None:
+    """Return them as kernels take them, of each expert, or one of all; ArchitectureError."""
+    if scales is None:
+        return None
+    if scales.shape[1] > 1:
+        raise ArchitectureError(
+            f"experts in {form}: an expert's gate and up have scales of their inputs that differ, "
+            "which no kernel takes: take a checkpoint without such scales"
+        )
+    found = scales.detach().flatten()
+    return found[:1] if bool((found == found[0]).all()) else found
 
 
 def keep_stored(module: nn.Module, name: str, stored: StoredMatrices) -> None:

@@ -23,13 +23,15 @@ Pointer = Any
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _by_token(
-    x: "Pointer", given: "Pointer", codes: "Pointer", scales: "Pointer",
+    x: "Pointer", given: "Pointer", experts: "Pointer", codes: "Pointer", scales: "Pointer",
     most: float, smallest: float,
-    size: tl.constexpr, width: tl.constexpr, IS_GIVEN: tl.constexpr, PDL: tl.constexpr,
+    size: tl.constexpr, width: tl.constexpr, repeats: tl.constexpr,
+    IS_GIVEN: tl.constexpr, HAS_EXPERTS: tl.constexpr, PDL: tl.constexpr,
 ) -> None:
     """codes = x / scale, scale = max |x| / most, of one row; width: the power of two over size.
 
-    smallest: the scale of zeros. IS_GIVEN: the scale is `given`, of all rows.
+    smallest: the scale of zeros. IS_GIVEN: the scale is `given`, of all rows, or with HAS_EXPERTS
+    of the experts of the codes' rows. repeats: rows of codes of one row of x.
     """
     if PDL:
         gdc_launch_dependents()
@@ -38,9 +40,10 @@ def _by_token(
     inside = columns < size
     if PDL:
         gdc_wait()
-    values = tl.load(x + row * size + columns, mask=inside, other=0.0).to(tl.float32)
+    own = x + row // repeats * size + columns
+    values = tl.load(own, mask=inside, other=0.0).to(tl.float32)
     if IS_GIVEN:
-        scale = tl.load(given)
+        scale = tl.load(given + tl.load(experts + row) if HAS_EXPERTS else given)
     else:
         scale = tl.div_rn(tl.max(tl.abs(values), axis=0), most)
         scale = tl.where(scale == 0, smallest, scale)
@@ -126,23 +129,33 @@ _group = Launcher(_by_group)
 
 
 def by_token(
-    x: Tensor, scale: Tensor | None = None, kind: torch.dtype = FP8
+    x: Tensor,
+    scale: Tensor | None = None,
+    kind: torch.dtype = FP8,
+    experts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Codes of a contiguous x on a GPU, and their scales; scale: of all tokens, float32 [1].
 
-    kind: of the codes, fp8 or int8, as `activations.by_token` and `int8.by_token` have them.
+    kind: of the codes, fp8 or int8, as `activations.by_token` has them. experts: contiguous [rows,
+    experts of one], of x's rows; where they are given `scale` is each expert's, and the result has
+    a row for each of a row's experts.
     """
-    rows, size = x.shape
+    size = x.shape[1]
+    rows = len(x) if experts is None else experts.numel()
     codes = torch.empty(rows, size, dtype=kind, device=x.device)
     scales = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
     if not rows:
         return codes, scales
     width, dependent = triton.next_power_of_2(size), has_dependent_launch(x.device)
+    given, of_rows = (scales if each is None else each for each in (scale, experts))
+    constants = {"size": size, "width": width, "repeats": rows // len(x)}
+    constants |= {"IS_GIVEN": scale is not None, "HAS_EXPERTS": experts is not None}
+    constants |= {"PDL": dependent}
     _token(
-        (x.device, x.dtype, kind, size, aligned(x, codes, scales), scale is None),
+        (x.device, x.dtype, kind, of_rows.dtype, aligned(x, of_rows, codes), *constants.values()),
         (rows,),
-        (x, scales if scale is None else scale, codes, scales, *range_of(kind)),
-        {"size": size, "width": width, "IS_GIVEN": scale is not None, "PDL": dependent},
+        (x, given, of_rows, codes, scales, *range_of(kind)),
+        constants,
         {"num_warps": min(16, max(1, width // 512)), **launch_options(dependent)},
     )
     return codes, scales

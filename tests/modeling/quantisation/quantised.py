@@ -12,7 +12,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from compressed_tensors.quantization import QuantizationStatus, preset_name_to_scheme
+from compressed_tensors.quantization import (
+    QuantizationScheme,
+    QuantizationStatus,
+    preset_name_to_scheme,
+)
 from compressed_tensors.quantization.lifecycle.forward import forward_quantize
 from peft import PeftModel
 from torch import Tensor, nn
@@ -48,10 +52,14 @@ def as_stored(module: Any, x: Tensor) -> Tensor:
 
 def as_the_package(preset: str, whole: Tensor | None, x: Tensor) -> Tensor:
     """Round activations as compressed-tensors does in a scheme; whole: nvfp4's global scale."""
-    args = preset_name_to_scheme(preset, ["Linear"]).input_activations
-    module: Any = SimpleNamespace(
-        quantization_status=QuantizationStatus.INITIALIZED, input_global_scale=whole
-    )
+    scheme = preset_name_to_scheme(preset, ["Linear"])
+    return in_the_scheme(scheme, x, input_global_scale=whole)
+
+
+def in_the_scheme(scheme: QuantizationScheme, x: Tensor, **scales: Tensor | None) -> Tensor:
+    """The same; scales: what the package's module has of its inputs."""
+    args = scheme.input_activations
+    module: Any = SimpleNamespace(quantization_status=QuantizationStatus.INITIALIZED, **scales)
     assert args is not None
     found: Tensor = forward_quantize(module, x, "input", args)
     return found
@@ -146,35 +154,44 @@ def answers(
     return [answer.tokens for answer in found[0]]
 
 
-def truths(model: Any, adapters: Sequence[Path]) -> tuple[list[list[int]], list[list[int]]]:
+def truths(
+    model: Any, adapters: Sequence[Path], margin: float = MIN_MARGIN
+) -> tuple[list[list[int]], list[list[int]]]:
     """Prompts and what follows them, of the base model and of each adapter."""
-    told = [clear_answer(model, 7)]
+    told = [clear_answer(model, 7, margin)]
     for index, adapter in enumerate(adapters):
         adapted: Any = PeftModel.from_pretrained(model, str(adapter)).eval()
-        told.append(clear_answer(adapted, 9 + 2 * index))
+        told.append(clear_answer(adapted, 9 + 2 * index, margin))
         model = adapted.unload()
     prompts, tokens = zip(*told, strict=True)
     return list(prompts), list(tokens)
 
 
-def clear_answer(model: Any, length: int) -> tuple[list[int], list[int]]:
-    """A prompt and its continuation, of which every token leads by MIN_MARGIN."""
+def clear_answer(model: Any, length: int, margin: float) -> tuple[list[int], list[int]]:
+    """A prompt and its continuation, of which every token leads by the margin."""
     for seed in range(40):
         generator = torch.Generator().manual_seed(seed)
         prompt: list[int] = torch.randint(3, 64, (length,), generator=generator).tolist()
         tokens, logits = oracle_answer(model, prompt, NUM_TOKENS)
         best = logits.topk(2).values
-        if float((best[:, 0] - best[:, 1]).min()) >= MIN_MARGIN and len(set(tokens)) > 2:
+        if float((best[:, 0] - best[:, 1]).min()) >= margin and len(set(tokens)) > 2:
             return prompt, tokens
     raise AssertionError("no prompt leads to clear tokens: choose another seed")
 
 
-def compare(folder: Path, adapters: Sequence[Path], oracle: Any, ranks: int, **model: Any) -> None:
+def compare(
+    folder: Path,
+    adapters: Sequence[Path],
+    oracle: Any,
+    ranks: int,
+    margin: float = MIN_MARGIN,
+    **model: Any,
+) -> None:
     """Assert that the model serves the oracle's tokens, with and without adapters.
 
-    model: as of `answers`.
+    margin: by which each of these leads. model: as of `answers`.
     """
-    prompts, tokens = truths(oracle, adapters)
+    prompts, tokens = truths(oracle, adapters, margin)
     found = answers(folder, adapters, ranks, prompts, **model)
     assert found == tokens
     base = answers(folder, [], ranks, prompts[1:2], **model)

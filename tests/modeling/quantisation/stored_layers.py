@@ -9,11 +9,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from configs.quantisation import Activations
 from modeling.models.generic.fp4_experts import Fp4Matrices
 from modeling.models.generic.integer_experts import IntegerMatrices
-from modeling.quantisation.activations import FP8, rounded_by_group
+from modeling.models.generic.scaled_experts import ScaledMatrices
+from modeling.quantisation.activations import FP8, rounded_by_group, to_codes
 from modeling.quantisation.fp4 import MXFP4, NVFP4, pack, rounded
 from modeling.quantisation.integers import IntegerWeight, local_groups
+from modeling.quantisation.scaled import RowScaledWeight
 
 Layer = tuple[Any, Any, Any, Callable[..., Tensor]]
 Deltas = Sequence[Callable[[Tensor], Tensor]]
@@ -31,6 +34,16 @@ INTEGERS: dict[str, dict[str, Any]] = {
     "4 bits, float16": {"group": 128, "zero_points": True, "dtype": torch.float16},
 }
 """What `integer_weights` makes."""
+
+SCALED: dict[str, dict[str, Any]] = {
+    "fp8 by output": {},
+    "fp8 by output, float16": {"dtype": torch.float16},
+    "fp8 by output, static": {"activations": Activations.STATIC},
+    "fp8 by output, weights alone": {"activations": Activations.NONE},
+    "8 bits": {"kind": torch.int8},
+    "8 bits, static": {"kind": torch.int8, "activations": Activations.STATIC},
+}
+"""What `scaled_weights` makes."""
 
 
 def fp4_weights(
@@ -176,7 +189,7 @@ def layer_integers(form: str, hidden: int, inner: int, count: int) -> Layer:
 
     up, up_numbers = integer_weights(count, (2 * inner, hidden), **INTEGERS[form])
     down, down_numbers = integer_weights(count, (hidden, inner), **INTEGERS[form])
-    dtype = dtype_of(up)
+    dtype = dtype_of(form)
 
     def expert(x: Tensor, number: int, deltas: Deltas = NO_DELTAS) -> Tensor:
         y = x @ up_numbers[number].T + deltas[0](x)
@@ -186,9 +199,61 @@ def layer_integers(form: str, hidden: int, inner: int, count: int) -> Layer:
     return up, down, Gate(), expert
 
 
-def dtype_of(weight: Any) -> torch.dtype:
+def scaled_weights(
+    count: int,
+    shape: tuple[int, int],
+    kind: torch.dtype = FP8,
+    activations: Activations = Activations.TOKEN,
+    dtype: torch.dtype = torch.bfloat16,
+    device: str = "cuda",
+    alike: bool = False,
+) -> tuple[Any, Callable[[Tensor, int], Tensor]]:
+    """A `StoredWeight` of so many experts in codes of 8 bits, and the product with one in float32.
+
+    alike: whether experts have the same STATIC scale of their inputs.
+    """
+    from modeling.layers.kernels.stored_weights import StoredWeight
+
+    parts = []
+    for number in range(count):
+        values = torch.randn(shape, device=device).mul(40)
+        scales = torch.rand(shape[0], 1, device=device).add(0.5).div(40 * shape[1] ** 0.5)
+        step = torch.tensor([1.0 if alike else 1 + number % 3], device=device)
+        own = step * (0.03 if kind is torch.int8 else 0.01)
+        given = own if activations is Activations.STATIC else None
+        codes = to_codes(values, torch.ones((), device=device), kind)
+        parts.append([RowScaledWeight(codes, scales, activations, dtype, given)])
+    stored = ScaledMatrices(parts)
+    numbers = stored.codes.float() * stored.scales
+
+    def multiplied(x: Tensor, expert: int) -> Tensor:
+        experts = torch.full((len(x),), expert, device=device)
+        return F.linear(stored.inputs(x, experts)[0], numbers[expert])
+
+    return StoredWeight(stored.codes, bias=None, shape=shape, **stored.kernel_fields()), multiplied
+
+
+def layer_scaled(form: str, hidden: int, inner: int, count: int) -> Layer:
+    """The same, in codes of 8 bits with scales of outputs."""
+    from modeling.layers.kernels.stored_weights import Gate
+
+    up, by_up = scaled_weights(count, (2 * inner, hidden), **SCALED[form])
+    down, by_down = scaled_weights(count, (hidden, inner), **SCALED[form])
+    dtype = dtype_of(form)
+
+    def expert(x: Tensor, number: int, deltas: Deltas = NO_DELTAS) -> Tensor:
+        y = by_up(x, number) + deltas[0](x)
+        found = (F.silu(y[:, :inner]) * y[:, inner:]).to(dtype).float()
+        return by_down(found, number) + deltas[1](found)
+
+    return up, down, Gate(), expert
+
+
+def dtype_of(form: str) -> torch.dtype:
     """The type of what is multiplied with it."""
-    return weight.scales.dtype if weight.group else torch.bfloat16
+    how: dict[str, Any] = {**INTEGERS, **SCALED}.get(form, {})
+    found: torch.dtype = how.get("dtype", torch.bfloat16)
+    return found
 
 
 LAYERS: dict[str, Callable[[int, int, int], Layer]] = {
@@ -199,4 +264,5 @@ LAYERS: dict[str, Callable[[int, int, int], Layer]] = {
     "mxfp4, weights alone": partial(layer_fp4, MXFP4, False),
     "fp8": layer_fp8,
     **{form: partial(layer_integers, form) for form in INTEGERS},
+    **{form: partial(layer_scaled, form) for form in SCALED},
 }

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,10 +15,9 @@ from modeling.quantisation import activations
 from modeling.quantisation.base import QuantisedWeight
 from modeling.quantisation.coded import CodedWeight
 from modeling.quantisation.fp4 import MXFP4, NVFP4, Fp4Weight, round_fp4, rounded
-from modeling.quantisation.fp8 import round_blocks, round_rows
-from modeling.quantisation.int8 import by_token as by_token_to_int8
-from modeling.quantisation.int8 import round_rows_to_int8
+from modeling.quantisation.fp8 import round_blocks
 from modeling.quantisation.integers import Groups, IntegerWeight, local_groups, round_groups
+from modeling.quantisation.scaled import round_rows
 from sharding.linear_weight import Fp4Scales, Operands
 
 pytestmark = pytest.mark.gpu
@@ -87,8 +87,8 @@ CODED: dict[str, Callable[..., CodedWeight]] = {
 
 FORMS: dict[str, Callable[[torch.dtype], QuantisedWeight]] = {
     "fp8": lambda dtype: round_rows(matrix(dtype), matrix(dtype).abs().amax(1).float(), dtype),
-    "8 bits and activations": lambda dtype: round_rows_to_int8(
-        matrix(dtype), matrix(dtype).abs().amax(1), dtype
+    "8 bits and activations": lambda dtype: round_rows(
+        matrix(dtype), matrix(dtype).abs().amax(1), dtype, torch.int8
     ),
     "blocks": lambda dtype: round_blocks(matrix(dtype), (128, 128), Activations.GROUP),
     "4 bits by 32": lambda dtype: round_groups(matrix(dtype), 4, 32),
@@ -177,13 +177,16 @@ def test_rounding_is_the_cpus(dtype: torch.dtype) -> None:
     x = torch.randn(37, INPUTS, device="cuda").mul(3).to(dtype)
     x[0] = 0
     given = torch.tensor([0.02], device="cuda")
-    for found, wanted in (
-        (rounding.by_token(x), activations.by_token(x.cpu())),
-        (rounding.by_group(x, 128), activations.by_group(x.cpu(), 128)),
-        (rounding.by_token(x, given), (activations.to_fp8(x.cpu(), given.cpu()), given.cpu())),
-        (rounding.by_token(x, None, torch.int8), by_token_to_int8(x.cpu())),
-        (rounding.by_token(x, given, torch.int8), by_token_to_int8(x.cpu(), given.cpu())),
-    ):
+    pairs = [(rounding.by_group(x, 128), activations.by_group(x.cpu(), 128))]
+    for scale, kind in product((None, given), (activations.FP8, torch.int8)):
+        wanted = activations.by_token(x.cpu(), None if scale is None else scale.cpu(), kind)
+        pairs.append((rounding.by_token(x, scale, kind), wanted))
+    own, experts = torch.rand(5, device="cuda"), torch.randint(0, 5, (len(x), 3), device="cuda")
+    for kind in (activations.FP8, torch.int8):
+        scales = own[experts.flatten(), None].cpu()
+        wanted = activations.by_token(x.cpu().repeat_interleave(3, 0), scales, kind)
+        pairs.append((rounding.by_token(x, own, kind, experts), wanted))
+    for found, wanted in pairs:
         assert torch.equal(found[0].cpu().view(torch.uint8), wanted[0].view(torch.uint8))
         assert torch.equal(found[1].cpu(), wanted[1].expand(found[1].shape))
 

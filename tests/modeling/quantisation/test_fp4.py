@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from configs.architectures.base import ArchitectureError
 from configs.architectures.select import load_architecture
 from configs.model import LoadFormat
-from modeling.quantisation.activations import rounded as rounded_to_fp8
+from modeling.quantisation.activations import rounded_by_token
 from modeling.quantisation.fp4 import MXFP4, NVFP4, Fp4Weight, rounded
 from sharding.checkpoint import CheckpointError
 from sharding.linear_weight import LinearPart
@@ -93,7 +93,7 @@ def as_exported(folder: Path, dense: Path) -> Any:
         if scale is None:
             continue
         module = oracle.get_submodule(name.removesuffix(".weight"))
-        how = partial(rounded_to_fp8, scale=scale) if "fp8" in folder.name else partial(
+        how = partial(rounded_by_token, scale=scale) if "fp8" in folder.name else partial(
             as_the_package, "NVFP4", 1 / scale.view(1)
         )  # fmt: skip
         module.register_forward_pre_hook(lambda _, given, how=how: how(given[0]))

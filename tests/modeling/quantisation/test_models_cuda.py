@@ -23,9 +23,9 @@ from configs.quantisation import Activations
 from modeling.quantisation.activations import BLOCK
 from modeling.quantisation.bits_and_bytes import round_int8
 from modeling.quantisation.fp4 import MXFP4, NVFP4, Fp4Weight, round_fp4, unpack_scales
-from modeling.quantisation.fp8 import round_blocks, round_rows
-from modeling.quantisation.int8 import round_rows_to_int8
+from modeling.quantisation.fp8 import round_blocks
 from modeling.quantisation.integers import round_groups, unpack
+from modeling.quantisation.scaled import round_rows
 from modeling.runner.load_paged import load_paged
 from modeling.runner.loading import pick_device
 from modeling.runner.paged import ModelRunner
@@ -54,6 +54,13 @@ def as_channels(name: str, matrix: Tensor) -> Tensors:
     """fp8 with a scale for each output, as compressed-tensors has it."""
     made = round_rows(matrix, matrix.abs().amax(1).float(), torch.bfloat16)
     return {f"{name}.weight": made.codes.data, f"{name}.weight_scale": made.scales.data}
+
+
+def as_static(name: str, matrix: Tensor) -> Tensors:
+    """The same with a scale of a map's inputs, of each expert another one."""
+    expert = re.search(r"experts\.(\d+)", name)
+    step = 1 + int(expert[1]) % 3 if expert else 1
+    return {**as_channels(name, matrix), f"{name}.input_scale": torch.tensor([0.006 * step])}
 
 
 def as_gptq(name: str, matrix: Tensor, act_order: bool = False) -> Tensors:
@@ -109,7 +116,7 @@ def as_int8(name: str, matrix: Tensor) -> Tensors:
 
 def as_rounded_int8(name: str, matrix: Tensor) -> Tensors:
     """8 bits as compressed-tensors has them."""
-    made = round_rows_to_int8(matrix, matrix.abs().amax(1), torch.bfloat16)
+    made = round_rows(matrix, matrix.abs().amax(1), torch.bfloat16, torch.int8)
     return {f"{name}.weight": made.codes.data, f"{name}.weight_scale": made.scales.data}
 
 
@@ -154,6 +161,19 @@ def compressed_to_fp4(rounds: bool, strategy: str, size: int, dynamic: Any) -> d
     }
 
 
+def compressed_to_8_bits(kind: str, strategy: str | None) -> dict[str, Any]:
+    """What config.json says of maps in 8 bits; strategy: of what shares a scale of inputs."""
+    scheme: dict[str, Any] = {"weights": {"type": kind, "num_bits": 8, "strategy": "channel"}}
+    if strategy is not None:
+        inputs = {"type": kind, "num_bits": 8, "strategy": strategy}
+        scheme["input_activations"] = {**inputs, "dynamic": strategy == "token"}
+    return {
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": scheme},
+    }
+
+
 def _words(codes: Tensor) -> Tensor:
     """Put eight codes of a row into an int32, the first one low."""
     parts = codes.long().view(len(codes), -1, 8) << torch.arange(0, 32, 4)
@@ -172,16 +192,9 @@ FORMS: dict[str, tuple[Callable[[str, Tensor], Tensors] | None, dict[str, Any]]]
             "activation_scheme": "dynamic",
         },
     ),
-    "activations as they are": (
-        as_channels,
-        {
-            "quant_method": "compressed-tensors",
-            "quantization_status": "compressed",
-            "config_groups": {
-                "group_0": {"weights": {"type": "float", "num_bits": 8, "strategy": "channel"}}
-            },
-        },
-    ),
+    "activations as they are": (as_channels, compressed_to_8_bits("float", None)),
+    "stored fp8": (as_channels, compressed_to_8_bits("float", "token")),
+    "static fp8": (as_static, compressed_to_8_bits("float", "tensor")),
     "4 bits": (
         as_gptq,
         {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": False},
@@ -194,21 +207,7 @@ FORMS: dict[str, tuple[Callable[[str, Tensor], Tensors] | None, dict[str, Any]]]
         as_nf4,
         {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
     ),
-    "8 bits and activations": (
-        as_rounded_int8,
-        {
-            "quant_method": "compressed-tensors",
-            "quantization_status": "compressed",
-            "config_groups": {
-                "group_0": {
-                    "weights": {"type": "int", "num_bits": 8, "strategy": "channel"},
-                    "input_activations": {
-                        **{"type": "int", "num_bits": 8, "strategy": "token", "dynamic": True}
-                    },
-                }
-            },
-        },
-    ),
+    "8 bits and activations": (as_rounded_int8, compressed_to_8_bits("int", "token")),
     "nvfp4": (as_nvfp4, compressed_to_fp4(True, "tensor_group", NVFP4, "local")),
     "mxfp4": (as_mxfp4, compressed_to_fp4(True, "group", MXFP4, True)),
     "weights in mxfp4": (as_mxfp4, compressed_to_fp4(False, "group", MXFP4, True)),

@@ -25,32 +25,43 @@ from configs.model import DType, ModelConfig
 from modeling.models.generic import experts
 from modeling.models.generic.fp4_experts import Fp4Matrices
 from modeling.models.generic.integer_experts import IntegerMatrices
-from modeling.models.generic.stored_experts import LinearMatrices, StoredMatrices
+from modeling.models.generic.scaled_experts import ScaledMatrices
+from modeling.models.generic.stored_experts import StoredMatrices
 from modeling.runner.loading import load_model
 from sharding.group import SingleRank
 from tests.checkpoints import AdapterRecipe, write_adapter
 from tests.checkpoints_generic import SHAPE, VOCAB_SIZE
 from tests.modeling.parity.comparison import NUM_BLOCKS, engine_config
-from tests.modeling.quantisation.stored_layers import LAYERS, NO_DELTAS, Deltas, Layer, dtype_of
+from tests.modeling.quantisation.stored_layers import (
+    LAYERS,
+    NO_DELTAS,
+    SCALED,
+    Deltas,
+    Layer,
+    dtype_of,
+)
 from tests.modeling.quantisation.test_models_cuda import FORMS
 from tests.modeling.quantisation.whole_models import Task, compare
 from tests.modeling.teacher import TOGETHER
 
 pytestmark = pytest.mark.gpu
 
-ROUNDED = ("fp8", "nvfp4", "mxfp4")
+ROUNDED = ("fp8", "nvfp4", "mxfp4", *(form for form in SCALED if "alone" not in form))
 """Forms that round activations too."""
 
 BOUND = dict.fromkeys(LAYERS, 5e-3) | dict.fromkeys(ROUNDED, 2.5e-2)
 """Of the difference's norm: inner columns and each pair's part are rounded to bfloat16. fp8's
 tensor cores add with fewer bits than float32 has, and of inner columns that are off by 1e-3 some
 round to the next number of fp8: 1.3e-2 in the equation. The largest on an H200 were 2.5e-3 of
-gpt-oss and 1.35e-2 in fp8; nvfp4 and other mxfp4 have not run there."""
+gpt-oss and 1.35e-2 in fp8 blocks; 8 bits with scales of outputs have not run there."""
 
 SIZES = [(2880, 2880, 8, 4), (192, 96, 5, 3), (256, 384, 16, 2), (64, 32, 3, 1)]
 """Hidden size, inner size, experts, experts of a token."""
 
-OFTEN = ("gpt-oss", "fp8", "nvfp4", "mxfp4", "4 bits", "4 bits, groups of 32")
+OFTEN = (
+    *("gpt-oss", "fp8", "nvfp4", "mxfp4", "4 bits", "4 bits, groups of 32"),
+    *("fp8 by output", "fp8 by output, static", "8 bits"),
+)
 
 CASES = [(form, sizes) for form in LAYERS for sizes in (SIZES if form in OFTEN else SIZES[2:3])]
 """Each case takes a compiler some seconds."""
@@ -67,7 +78,7 @@ def worst_error(form: str, sizes: tuple[int, int, int, int], tokens: int, made: 
     counts = torch.zeros(count, dtype=torch.int32, device="cuda")
     worst = 0.0
     for skewed in (False, True):
-        x = torch.randn(tokens, hidden, device="cuda").to(dtype_of(up))
+        x = torch.randn(tokens, hidden, device="cuda").to(dtype_of(form))
         chances = torch.rand(tokens, count, device="cuda")
         if skewed:  # Most pairs are one expert's.
             chances[:, 0] += 1
@@ -266,6 +277,10 @@ KINDS = (
     *("qwen3_moe in 4 bits", "mixtral in 4 bits", "glm4_moe in 4 bits", "deepseek_v3 in 4 bits"),
     *("qwen3_moe in nvfp4", "qwen3_moe in mxfp4", "qwen3_moe in weights in mxfp4"),
     "deepseek_v3 in nvfp4",
+    *("qwen3_moe in stored fp8", "mixtral in stored fp8", "minimax_m2 in stored fp8"),
+    *("glm4_moe in stored fp8", "deepseek_v3 in stored fp8"),
+    *("qwen3_moe in static fp8", "mixtral in static fp8", "qwen3_moe in activations as they are"),
+    *("qwen3_moe in 8 bits and activations", "deepseek_v3 in 8 bits and activations"),
 )
 """A type alone is in fp8 blocks, but for gpt-oss, which is in mxfp4."""
 
@@ -285,7 +300,7 @@ def type_of(kind: str) -> str:
 def matrices_of(kind: str) -> type[StoredMatrices]:
     """What keeps the experts."""
     is_fp4 = kind == "gpt_oss" or "fp4" in kind
-    return Fp4Matrices if is_fp4 else IntegerMatrices if "4 bits" in kind else LinearMatrices
+    return Fp4Matrices if is_fp4 else IntegerMatrices if "4 bits" in kind else ScaledMatrices
 
 
 def write(folder: Path, kind: str, **changes: Any) -> tuple[Path, list[Path]]:

@@ -13,7 +13,7 @@ from modeling.adapters.kernels.select import select_kernel
 from modeling.adapters.product import AdapterData, OutputSlice
 from modeling.quantisation.base import QuantisedWeight
 from modeling.quantisation.fp4 import MXFP4, NVFP4, round_fp4
-from modeling.quantisation.fp8 import round_rows
+from modeling.quantisation.scaled import round_rows
 from sharding.linear_weight import DenseWeight, LinearWeight
 from tests.modeling.adapters.loaded_bank import NUM_LAYERS, Case, fill_bank, truth
 from tests.modeling.quantisation.test_cuda import INTEGERS

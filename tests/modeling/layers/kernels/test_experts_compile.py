@@ -18,6 +18,8 @@ TYPES = {
     torch.float16: "*fp16",
     torch.float32: "*fp32",
     torch.float64: "*fp64",
+    torch.float8_e4m3fn: "*fp8e4nv",
+    torch.int8: "*i8",
     torch.uint8: "*u8",
     torch.int16: "*i16",
     torch.int32: "*i32",
@@ -32,12 +34,13 @@ STEPS += [(tokens, tokens) for tokens in (64, 256, 512, 1024)]
 class Compiled:
     """In the place of launches: compiles each form once, and launches none.
 
-    names, codes: of the kernels, and what a GPU would load of each form.
+    names: of the kernels. codes, texts: what a GPU would load of each form, and its PTX.
     """
 
     def __init__(self) -> None:
         self.names: set[str] = set()
         self.codes: list[bytes] = []
+        self.texts: list[str] = []
         self._forms: set[object] = set()
 
     def __call__(
@@ -71,6 +74,7 @@ class Compiled:
         source = kind(kernel, signature, values, aligned)
         made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(options))
         self.codes.append(made.asm["cubin"])
+        self.texts.append(made.asm["ptx"])
         self.names.add(name)
 
 

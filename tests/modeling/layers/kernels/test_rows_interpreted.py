@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from modeling.adapters.norm_rows import OwnWeights, rms_norm
 from modeling.models.generic import norms
 from modeling.models.generic.norms import FusedRMSNorm, NormedSum
-from modeling.quantisation.int8 import by_token
+from modeling.quantisation.activations import by_token
 from tests.modeling.attention.triton.test_interpreted import Interpreted
 
 pytestmark = pytest.mark.skipif(
@@ -180,7 +180,8 @@ def test_rows_are_written_in_int8_too(
         into = torch.empty(len(x), size, dtype=torch.int8), torch.empty(len(x), 1)
         given = (x,) if write is rows.silu_mul else (x, None, weight, EPS)
         found = write(*given, rounded=into)
-        codes, scales = by_token(found if isinstance(found, Tensor) else found[0])
+        y = found if isinstance(found, Tensor) else found[0]
+        codes, scales = by_token(y, None, torch.int8)
         assert torch.equal(into[1], scales)
         # A row's largest number is a tie if it is negative, and the interpreter fuses no sums.
         far = (into[0].int() - codes.int()).abs()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from modeling.quantisation.int8 import by_token
+from modeling.quantisation.activations import by_token
 from tests.modeling.attention.triton.test_interpreted import Interpreted
 
 pytestmark = pytest.mark.skipif(
@@ -83,6 +83,6 @@ def test_rounding(dtype: torch.dtype, monkeypatch: Any) -> None:
     x = x.to(dtype)
     for scale in (None, torch.tensor([0.02]), torch.tensor([1.0])):
         codes, scales = module.by_token(x, scale, torch.int8)
-        wanted, own = by_token(x, scale)
+        wanted, own = by_token(x, scale, torch.int8)
         assert torch.equal(codes, wanted)
         assert torch.equal(scales, own.expand(scales.shape))
