@@ -19,12 +19,21 @@ from modeling.kernels.integer_rows import RowsCut, store_rows, words_of
 FEW, FEW_OF_MANY, MORE = RowsCut(8, 32, 4, 8), RowsCut(8, 16, 8, 4), RowsCut(16, 16, 4, 4)
 """As measured on an H200; OF_MANY: inputs, or outputs."""
 
+JOINED = RowsCut(8, 16, 4, 4)
+"""Where a launch has other work too, which takes more registers: of eight warps, too few would run
+at once."""
+
 
 def rows_cut(rows: int, inputs: int, outputs: int) -> RowsCut | None:
     """Return how a product of so many tokens is cut; None where `fp4_tile` computes it."""
     if rows > FEW.rows:
         return MORE if rows <= MORE.rows else None
     return FEW_OF_MANY if max(inputs, outputs) >= MANY else FEW
+
+
+def joined_cut(rows: int) -> RowsCut | None:
+    """Return the same of a product that an adapter's shrink joins."""
+    return JOINED if rows <= JOINED.rows else MORE if rows <= MORE.rows else None
 
 
 NVFP4_FACTORS = gl.constexpr(

@@ -134,7 +134,7 @@ def _fp4(
     assert own is not None
     inputs = shrink.x.shape[1]
     made: dict[str, Any] = {"INPUTS": inputs, "IS_NVFP4": own.outer is not None}
-    found = fp4_rows.rows_cut(rows, inputs, outputs)
+    found = fp4_rows.joined_cut(rows)
     if found is None:
         kernel, cut = (
             fp4_product_kernel,

@@ -53,7 +53,7 @@ BOUND = dict.fromkeys(LAYERS, 5e-3) | dict.fromkeys(ROUNDED, 2.5e-2)
 """Of the difference's norm: inner columns and each pair's part are rounded to bfloat16. fp8's
 tensor cores add with fewer bits than float32 has, and of inner columns that are off by 1e-3 some
 round to the next number of fp8: 1.3e-2 in the equation. The largest on an H200 were 2.5e-3 of
-gpt-oss and 1.35e-2 in fp8 blocks; 8 bits with scales of outputs have not run there."""
+gpt-oss and 1.35e-2 in fp8 blocks."""
 
 SIZES = [(2880, 2880, 8, 4), (192, 96, 5, 3), (256, 384, 16, 2), (64, 32, 3, 1)]
 """Hidden size, inner size, experts, experts of a token."""
