@@ -80,15 +80,6 @@ def _numbers(
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _scales(rows: "Any", step: "Any", TURN: gl.constexpr) -> "Any":
-    """The words of scales of TURN chunks."""
-    found = ()
-    for each in gl.static_range(TURN):
-        found = found + (gl.load(rows + each * step),)  # type: ignore[assignment]  # noqa: RUF005
-    return found
-
-
-@gluon.jit  # type: ignore[untyped-decorator]
 def _turn(
     acc: "Any", words: "Any", first: "Any", second: "Any", x_rows: "Any", live: "Any",
     TURN: gl.constexpr, IS_NVFP4: gl.constexpr, OF_W: gl.constexpr,
@@ -142,10 +133,10 @@ def fp4_row_tile(
     w_rows = codes + gl.expand_dims(part.to(gl.int64) * step, 2) + inner
     s_rows = scales + part * s_step + row
     words = words_of(w_rows, step, TURN)
-    s0 = _scales(s_rows, s_step, TURN)
+    s0 = words_of(s_rows, s_step, TURN)
     s1 = s0
     if IS_NVFP4:
-        s1 = _scales(s_rows + num_outputs, s_step, TURN)
+        s1 = words_of(s_rows + num_outputs, s_step, TURN)
     of_x = gl.arange(0, PARTS, gl.SliceLayout(1, gl.SliceLayout(2, OF_X)))
     k = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(2, OF_X)))
     m = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(1, OF_X))), 0)
@@ -159,10 +150,10 @@ def fp4_row_tile(
         w_rows += TURN * step
         s_rows += TURN * s_step
         next_words = words_of(w_rows, step, TURN)
-        next_s0 = _scales(s_rows, s_step, TURN)
+        next_s0 = words_of(s_rows, s_step, TURN)
         next_s1 = next_s0
         if IS_NVFP4:
-            next_s1 = _scales(s_rows + num_outputs, s_step, TURN)
+            next_s1 = words_of(s_rows + num_outputs, s_step, TURN)
         acc = _turn(acc, words, s0, s1, x_rows, live, TURN, IS_NVFP4, OF_W)
         words = next_words
         s0 = next_s0

@@ -22,6 +22,7 @@ from modeling.quantisation.fp4 import (
     table_of_codes,
     unpack,
 )
+from modeling.quantisation.integers import local_groups
 from modeling.quantisation.stored_fp8 import check_groups, indices
 from modeling.quantisation.stored_integers import covering
 from sharding.checkpoint import CheckpointError
@@ -43,29 +44,21 @@ def read_fp4(weights: Weights, part: LinearPart, how: Quantisation) -> Fp4Weight
         raise CheckpointError(f"{name} is stored as {packed.dtype}, not as {torch.uint8}")
     codes = unpack(packed)[:, places.to(weights.device)].contiguous()
     outer = _outer(weights, part, is_modelopt) if size == NVFP4 else None
-    scales, own = _scales(weights, part, size), indices(part.columns, weights.device)
-    if not _are_whole(own, size):
+    scales, group_of = _scales(weights, part, size), indices(part.columns, weights.device) // size
+    groups = local_groups(scales.view(torch.uint8), None, group_of, 0)
+    if groups.size != size or groups.order is not None:
         if rounds:
-            check_groups(part, None, size)
-        values = table_of_codes(codes.device)[codes.int()]
-        numbers = values * scales_of_stored(scales, outer)[:, own // size]
+            check_groups(part, groups.size, size)
+        numbers = table_of_codes(codes.device)[codes.int()]
+        numbers *= scales_of_stored(scales, outer)[:, group_of]
         return DenseWeight(numbers.bfloat16().to(weights.dtype))
-    stored = scales.view(torch.uint8)[:, own[::size] // size].contiguous()
     scale = None
     if rounds and size == NVFP4:
         scale = _input_global_scale(weights, part, is_modelopt)
     of_rows = None if outer is None else outer.repeat(len(codes))
-    return Fp4Weight(*pack(codes, stored), codes.shape[1], weights.dtype, of_rows, rounds, scale)
-
-
-def _are_whole(columns: Tensor, size: int) -> bool:
-    """Whether a rank's inputs are whole groups of so many."""
-    if not len(columns) or len(columns) % size:
-        return False
-    groups = columns.view(-1, size)
-    first = groups[:, :1]
-    inside = torch.arange(size, device=columns.device)
-    return bool((first % size == 0).all()) and torch.equal(groups, first + inside)
+    return Fp4Weight(
+        *pack(codes, groups.scales), codes.shape[1], weights.dtype, of_rows, rounds, scale
+    )
 
 
 def _input_global_scale(weights: Weights, part: LinearPart, is_modelopt: bool) -> Tensor:

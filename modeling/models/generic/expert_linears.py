@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from configs.architectures.base import ArchitectureError
-from configs.quantisation import WeightFormat
+from configs.quantisation import Quantisation, WeightFormat
 from modeling.models.generic.fp4_experts import Fp4Matrices
 from modeling.models.generic.integer_experts import IntegerMatrices
 from modeling.models.generic.scaled_experts import ScaledMatrices
@@ -55,8 +55,7 @@ def read_linears(
     form = weights.linear_format
     assert isinstance(form, StoredFormat)
     made = [[form.read(weights, [part]) for part in expert] for expert in parts]
-    if form.how_of(parts[0][0]).format is WeightFormat.FP4:
-        _check_cut(parts[0][0], made[0][0], form.how_of(parts[0][0]).group_size)
+    _check_cut(parts[0][0], made[0][0], form.how_of(parts[0][0]))
     left = [
         f"{name.removesuffix('weight')}{mark}"
         for names in source.parts.values()
@@ -106,10 +105,11 @@ def _are_quantised(weights: Weights, parts: Sequence[LinearPart]) -> bool:
     return any(stored)
 
 
-def _check_cut(part: LinearPart, weight: LinearWeight, size: int | None) -> None:
+def _check_cut(part: LinearPart, weight: LinearWeight, how: Quantisation) -> None:
     """Refuse a rank's part that cuts groups of inputs in nvfp4 or mxfp4, which became numbers."""
-    if isinstance(weight, DenseWeight) and size is not None:
-        check_groups(part, None, size)
+    if how.format is WeightFormat.FP4 and isinstance(weight, DenseWeight):
+        assert how.group_size is not None
+        check_groups(part, None, how.group_size)
 
 
 def _matrices(name: str, made: Sequence[Sequence[LinearWeight]]) -> StoredMatrices:

@@ -21,8 +21,8 @@ from sharding.slicing import Segments
 LEAST = 32
 """Inputs that have one byte of scales, or two."""
 
-LARGEST_POWER = 128
-"""A kernel makes factors of mxfp4's scales up to it: 2 ** 1."""
+MOST_OF_EXPERTS = 127 + 1
+"""The largest stored power of two of which their kernels make factors."""
 
 
 class Fp4Matrices(StoredMatrices):
@@ -92,10 +92,10 @@ class Fp4Matrices(StoredMatrices):
     def kernel_fields(self) -> dict[str, Any]:
         """Return what a `StoredWeight` has besides; ArchitectureError where no kernel takes it."""
         most = int(self.scales.data.view(torch.uint8).max())
-        if self.dtype is not torch.bfloat16 or (self.outer is None and most > LARGEST_POWER):
+        if self.dtype is not torch.bfloat16 or (self.outer is None and most > MOST_OF_EXPERTS):
             raise ArchitectureError(
                 f"experts in {self.form}: GPUs multiply them in bfloat16 (here {self.dtype}), in "
-                f"mxfp4 with scales up to {LARGEST_POWER} (here {most}): set model.dtype to "
+                f"mxfp4 with scales up to {MOST_OF_EXPERTS} (here {most}): set model.dtype to "
                 "bfloat16, or take a checkpoint in bfloat16"
             )
         scales = kernel_scales(self.form, self.input_scales)

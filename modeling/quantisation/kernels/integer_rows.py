@@ -1,4 +1,4 @@
-"""Products of up to 16 tokens with weights of 4 bits: `triton_integer_rows.row_tile`, launched."""
+"""Products of up to 16 tokens with weights of 4 bits: `row_tile` as a kernel of its own."""
 
 from typing import Any
 

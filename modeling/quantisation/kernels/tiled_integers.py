@@ -2,7 +2,7 @@
 
     y[m, n] = sum_k x[m, k] W[n, k]
 
-W has the numbers that `triton_integers.dequantise` writes, each rounded to x's type, but a program
+W has the numbers that `integers.dequantise` writes, each rounded to x's type, but a program
 makes those of its outputs in registers, in which the tensor cores take them; x comes through shared
 memory. So results differ from a library's by the order of sums alone. Codes lie as
 modeling/kernels/integer_tiles.py says, which has the products of fewer tokens.

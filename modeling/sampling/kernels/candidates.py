@@ -1,7 +1,7 @@
 """The last kept token among a row's collected candidates, and the token drawn of few, in Triton.
 
 It is found by bisection: first its key, then its id. Candidates, keys and bins are those of
-`triton_cuts.py`; so is the order.
+`cuts.py`; so is the order.
 """
 
 from typing import Any

@@ -9,10 +9,10 @@ last kept token is found exactly:
    the share must be reached, from bounds of the bins' weights.
 3. `gather_kernel` collects the tokens of those bins, and adds the weights of the bins before them;
    or all up to those bins, where they are few.
-4. `cut_kernel` (`triton_candidates.py`) finds the last kept token among those.
+4. `cut_kernel` (`candidates.py`) finds the last kept token among those.
 
 Where the filter is likely to keep it, a token is drawn without the filter before, and kept if the
-weights before it say so (`triton_guess.py`). Then the row is left out of these.
+weights before it say so (`guess.py`). Then the row is left out of these.
 
 Sums of weights are integers, exact in any order, so which programs add them changes nothing.
 """

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from compressed_tensors.quantization import (
     QuantizationScheme,
@@ -23,7 +24,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from configs.model import ModelConfig, Quantize
+from configs.model import DType, ModelConfig, Quantize
+from modeling.models.generic import experts
+from modeling.runner.loading import load_model
+from sharding.group import LoneRank, SingleRank
 from tests.checkpoints import load_oracle, oracle_answer
 from tests.modeling.parity.comparison import answers_by_hand, engine_config
 from tests.modeling.stepping import Asked
@@ -199,3 +203,39 @@ def compare(
 
 
 FP8 = Quantize.FP8
+
+
+def experts_of(model: Any) -> list[tuple[str, Any]]:
+    """Return the modules of experts, and their names."""
+    return [(n, module) for n, module in model.named_modules() if n.endswith(".experts")]
+
+
+def check_whole_experts(stored: Path, numbers: Path) -> None:
+    """Look at a rank with whole experts: it keeps its own; numbers: a checkpoint of them."""
+    config = engine_config(stored, expert_parallel=True)
+    model: Any = load_model(config, LoneRank(1, 2), torch.device("cpu")).model
+    for name, whole in experts_of(load_oracle(numbers)):
+        own, half = model.causal.get_submodule(name), whole.num_experts // 2
+        assert torch.equal(own.down_proj, whole.down_proj[half:])
+        assert torch.equal(own.gate_up_proj, whole.gate_up_proj[half:])
+
+
+def check_steps_on_gpus(stored: Path, form: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look at what a GPU would do: capture steps, and adapt experts where that was compared.
+
+    form: of the matrices, which then are compared of no type.
+    """
+
+    def loaded(dtype: DType) -> Any:
+        config = engine_config(stored, model=ModelConfig(id=str(stored), dtype=dtype))
+        return load_model(config, SingleRank(), torch.device("cpu")).model
+
+    model = loaded(DType.BFLOAT16)
+    assert model.capturable
+    assert model.adapts_experts_on_gpus
+    assert model.has_expert_kernels
+    assert not loaded(DType.FLOAT32).adapts_experts_on_gpus
+    monkeypatch.setattr(experts, "DELTAS_OF_STORED", {form: frozenset()})
+    model = loaded(DType.BFLOAT16)
+    assert not model.adapts_experts_on_gpus
+    assert not model.has_expert_kernels

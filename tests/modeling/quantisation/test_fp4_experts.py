@@ -19,9 +19,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from configs.architectures.base import ArchitectureError
-from configs.model import DType, LoadFormat, ModelConfig
+from configs.model import LoadFormat, ModelConfig
 from modeling.adapters.experts import RoutedAdapter
-from modeling.models.generic import experts
 from modeling.models.generic.fp4_experts import Fp4Matrices
 from modeling.quantisation import fp4
 from modeling.quantisation.fp4 import NVFP4, rounded
@@ -32,7 +31,14 @@ from tests.checkpoints_experts import EXPERT_ADAPTERS
 from tests.checkpoints_generic import write_generic
 from tests.checkpoints_quantised import write_fp4
 from tests.modeling.parity.comparison import engine_config
-from tests.modeling.quantisation.quantised import as_the_package, compare, round_experts
+from tests.modeling.quantisation.quantised import (
+    as_the_package,
+    check_steps_on_gpus,
+    check_whole_experts,
+    compare,
+    experts_of,
+    round_experts,
+)
 from tests.modeling.quantisation.test_packed import CHECKPOINTS
 from tests.sweeps import swept_rows
 
@@ -191,10 +197,6 @@ def test_tokens_of_modelopt(tmp_path: Path, ranks: int) -> None:
         assert torch.equal(made_own.down_proj, module.down_proj)
 
 
-def experts_of(model: Any) -> list[tuple[str, Any]]:
-    return [(n, module) for n, module in model.named_modules() if n.endswith(".experts")]
-
-
 @pytest.mark.parametrize("preset", PRESETS)
 def test_numbers_are_the_package_s_own(made: World, preset: str) -> None:
     """A rank keeps codes and scales packed, and what it makes of them is what the package does."""
@@ -215,29 +217,14 @@ def test_numbers_are_the_package_s_own(made: World, preset: str) -> None:
 
 @pytest.mark.parametrize("preset", ["NVFP4", "MXFP4"])
 def test_a_rank_with_whole_experts_keeps_its_own(made: World, preset: str) -> None:
-    stored, numbers = made.stored("qwen3_moe", preset)
-    config = engine_config(stored, expert_parallel=True)
-    model: Any = load_model(config, LoneRank(1, 2), CPU).model
-    for name, whole in experts_of(load_oracle(numbers)):
-        own, half = model.causal.get_submodule(name), whole.num_experts // 2
-        assert torch.equal(own.down_proj, whole.down_proj[half:])
-        assert torch.equal(own.gate_up_proj, whole.gate_up_proj[half:])
+    check_whole_experts(*made.stored("qwen3_moe", preset))
 
 
 @pytest.mark.parametrize("preset", ["NVFP4A16", "MXFP4"])
 def test_steps_on_gpus_are_captured_and_adapters_of_experts_taken_where_compared(
     made: World, preset: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stored, _ = made.stored("qwen3_moe", preset)
-    config = engine_config(stored, model=ModelConfig(id=str(stored), dtype=DType.BFLOAT16))
-    model: Any = load_model(config, SingleRank(), CPU).model
-    assert model.capturable
-    assert model.adapts_experts_on_gpus
-    assert model.has_expert_kernels
-    monkeypatch.setattr(experts, "DELTAS_OF_STORED", {Fp4Matrices: frozenset(("gpt_oss",))})
-    model = load_model(config, SingleRank(), CPU).model
-    assert not model.adapts_experts_on_gpus
-    assert not model.has_expert_kernels
+    check_steps_on_gpus(made.stored("qwen3_moe", preset)[0], Fp4Matrices, monkeypatch)
 
 
 @pytest.mark.parametrize(("preset", "ranks", "size"), [("NVFP4A16", 4, 16), ("MXFP4A16", 2, 32)])

@@ -12,8 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.stored import mark_stored
 from configs.architectures.base import ArchitectureError
-from configs.model import DType, LoadFormat, ModelConfig
-from modeling.models.generic import experts
+from configs.model import LoadFormat, ModelConfig
 from modeling.models.generic.integer_experts import IntegerMatrices
 from modeling.runner.loading import load_model
 from sharding.group import LoneRank, SingleRank
@@ -23,7 +22,12 @@ from tests.checkpoints_generic import write_generic
 from tests.checkpoints_integers import write_awq, write_gptq
 from tests.checkpoints_quantised import write_packed
 from tests.modeling.parity.comparison import engine_config
-from tests.modeling.quantisation.quantised import compare
+from tests.modeling.quantisation.quantised import (
+    check_steps_on_gpus,
+    check_whole_experts,
+    compare,
+    experts_of,
+)
 from tests.sweeps import swept_rows
 
 # PEFT looks for patterns of parameters among modules, and warns that it found none.
@@ -127,24 +131,7 @@ def test_steps_on_gpus_are_captured_and_adapters_of_experts_taken_where_compared
     made: World, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A group's scales, whatever their number, are no factors of a product of groups."""
-    stored, _ = made.stored("qwen3_moe", form)
-
-    def loaded(dtype: DType) -> Any:
-        config = engine_config(stored, model=ModelConfig(id=str(stored), dtype=dtype))
-        return load_model(config, SingleRank(), CPU).model
-
-    model = loaded(DType.BFLOAT16)
-    assert model.capturable
-    assert model.adapts_experts_on_gpus
-    assert not loaded(DType.FLOAT32).adapts_experts_on_gpus
-    monkeypatch.setattr(experts, "DELTAS_OF_STORED", {IntegerMatrices: frozenset()})
-    model = loaded(DType.BFLOAT16)
-    assert not model.adapts_experts_on_gpus
-    assert not model.has_expert_kernels
-
-
-def experts_of(model: Any) -> list[tuple[str, Any]]:
-    return [(n, module) for n, module in model.named_modules() if n.endswith(".experts")]
+    check_steps_on_gpus(made.stored("qwen3_moe", form)[0], IntegerMatrices, monkeypatch)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -169,13 +156,7 @@ def test_numbers_are_the_formats_own(made: World, form: str) -> None:
 
 @pytest.mark.parametrize("form", ["gptq", "packed"])
 def test_a_rank_with_whole_experts_keeps_its_own(made: World, form: str) -> None:
-    stored, numbers = made.stored("qwen3_moe", form)
-    config = engine_config(stored, expert_parallel=True)
-    model: Any = load_model(config, LoneRank(1, 2), CPU).model
-    for name, whole in experts_of(load_oracle(numbers)):
-        own, half = model.causal.get_submodule(name), whole.num_experts // 2
-        assert torch.equal(own.down_proj, whole.down_proj[half:])
-        assert torch.equal(own.gate_up_proj, whole.gate_up_proj[half:])
+    check_whole_experts(*made.stored("qwen3_moe", form))
 
 
 def test_experts_that_were_left_out_stay_as_they_are(made: World, tmp_path: Path) -> None:

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from benchmarks.stored import mark_stored
 from configs.architectures.base import ArchitectureError
-from configs.model import DType, LoadFormat, ModelConfig
+from configs.model import LoadFormat, ModelConfig
 from configs.quantisation import Activations
 from modeling.adapters.experts import RoutedAdapter
-from modeling.models.generic import experts, scaled_experts
+from modeling.models.generic import scaled_experts
 from modeling.models.generic.scaled_experts import ScaledMatrices
 from modeling.quantisation import scaled
 from modeling.quantisation.activations import FP8, rounded_by_token, to_codes
@@ -36,11 +36,14 @@ from tests.checkpoints_quantised import scheme_of, write_8_bits
 from tests.modeling.parity.comparison import engine_config
 from tests.modeling.quantisation.quantised import (
     ROW_PARALLEL,
+    check_steps_on_gpus,
+    check_whole_experts,
     compare,
+    experts_of,
     in_the_scheme,
     round_experts,
 )
-from tests.modeling.quantisation.test_fp4_experts import World, experts_of, rewritten
+from tests.modeling.quantisation.test_fp4_experts import World, rewritten
 from tests.modeling.quantisation.test_packed import CHECKPOINTS
 from tests.sweeps import swept_rows
 
@@ -257,29 +260,14 @@ def test_an_expert_is_its_linear_maps(kind: torch.dtype, activations: Activation
 
 @pytest.mark.parametrize("form", ["fp8 of transformers", "8 bits"])
 def test_a_rank_with_whole_experts_keeps_its_own(made: Mixtures, form: str) -> None:
-    stored, numbers = made.stored("qwen3_moe", form)
-    config = engine_config(stored, expert_parallel=True)
-    model: Any = load_model(config, LoneRank(1, 2), CPU).model
-    for name, whole in experts_of(load_oracle(numbers)):
-        own, half = model.causal.get_submodule(name), whole.num_experts // 2
-        assert torch.equal(own.down_proj, whole.down_proj[half:])
-        assert torch.equal(own.gate_up_proj, whole.gate_up_proj[half:])
+    check_whole_experts(*made.stored("qwen3_moe", form))
 
 
 @pytest.mark.parametrize("form", ["fp8", "8 bits, static"])
 def test_steps_on_gpus_are_captured_and_adapters_of_experts_taken_where_compared(
     made: Mixtures, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stored, _ = made.stored("qwen3_moe", form)
-    config = engine_config(stored, model=ModelConfig(id=str(stored), dtype=DType.BFLOAT16))
-    model: Any = load_model(config, SingleRank(), CPU).model
-    assert model.capturable
-    assert model.adapts_experts_on_gpus
-    assert model.has_expert_kernels
-    monkeypatch.setattr(experts, "DELTAS_OF_STORED", {ScaledMatrices: frozenset(("mixtral",))})
-    model = load_model(config, SingleRank(), CPU).model
-    assert not model.adapts_experts_on_gpus
-    assert not model.has_expert_kernels
+    check_steps_on_gpus(made.stored("qwen3_moe", form)[0], ScaledMatrices, monkeypatch)
 
 
 def test_experts_in_several_forms_are_refused(made: Mixtures, tmp_path: Path) -> None:
