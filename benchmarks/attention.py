@@ -39,10 +39,13 @@ class Rows:
         self.spec, self.rows, self.queries, self.keys = spec, rows, queries, keys
         blocks = -(-keys // spec.page_size)
         dtype = spec.cache_dtype or spec.dtype
-        self.layer_bytes = 2 * rows * keys * spec.num_kv_heads * spec.head_dim * dtype.itemsize
+        is_latent = spec.value_dim is not None
+        values = rows * keys * spec.num_kv_heads * spec.head_dim * dtype.itemsize
+        self.layer_bytes = values if is_latent else 2 * values
         count = max(8, min(32, WORKING_SET // self.layer_bytes))
         scales = (UNSCALED,) * count if dtype == FP8 else ()
-        cache = CacheSpec(count, spec.page_size, spec.num_kv_heads, spec.head_dim, dtype, scales)
+        sizes = (count, spec.page_size, spec.num_kv_heads, spec.head_dim)
+        cache = CacheSpec(*sizes, dtype, scales, keys_only=is_latent)
         self.layers: list[LayerCache] = allocate(cache, rows * blocks, spec.device)
         for layer in self.layers:
             for part in (layer.keys, layer.values):
@@ -90,7 +93,8 @@ class Rows:
         if self.queries == 1:
             return f"{self.layer_bytes / us / 1e6:5.2f} TB/s"
         seen = self.queries * self.keys - self.queries * (self.queries - 1) // 2
-        operations = 4 * self.rows * seen * self.spec.num_heads * self.spec.head_dim
+        width = self.spec.head_dim + (self.spec.value_dim or self.spec.head_dim)
+        operations = 2 * self.rows * seen * self.spec.num_heads * width
         return f"{operations / us / 1e6:5.0f} TFLOP/s"
 
 
@@ -188,6 +192,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--value-dim", type=int, help="of latents: the keys' first numbers")
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--keys", type=int, default=768, help="of a decode row")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
@@ -217,6 +222,7 @@ def main() -> None:
         cache_dtype=FP8 if options.fp8 else None,
         softcap=options.softcap,
         sinks=options.sinks,
+        value_dim=options.value_dim,
     )
     with torch.inference_mode():
         (tune if options.tune else table)(spec, options.keys)

@@ -109,6 +109,33 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-6,
         "rope_theta": 1000000.0,
     },
+    "glm-4.7-flash": {
+        "architectures": ["Glm4MoeLiteForCausalLM"],
+        "model_type": "glm4_moe_lite",
+        "vocab_size": 154880,
+        "hidden_size": 2048,
+        "intermediate_size": 10240,
+        "moe_intermediate_size": 1536,
+        "num_hidden_layers": 47,
+        "num_attention_heads": 20,
+        "num_key_value_heads": 20,
+        "q_lora_rank": 768,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 192,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 256,
+        "n_routed_experts": 64,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 4,
+        "routed_scaling_factor": 1.8,
+        "norm_topk_prob": True,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_theta": 1000000.0, "rope_type": "default"},
+        "max_position_embeddings": 202752,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    },
     "llama-200m": {
         **_LLAMA3,
         "vocab_size": 2048,
@@ -206,6 +233,8 @@ def projection_sizes(shape: str) -> dict[str, tuple[int, int]]:
 def sizes_of(config: dict[str, Any]) -> dict[str, tuple[int, int]]:
     """The same from a config.json."""
     hidden, inner = config["hidden_size"], config["intermediate_size"]
+    if "kv_lora_rank" in config:
+        return _latent_sizes(config)
     head_dim = config.get("head_dim") or hidden // config["num_attention_heads"]
     queries = config["num_attention_heads"] * head_dim
     keys = config["num_key_value_heads"] * head_dim
@@ -217,6 +246,24 @@ def sizes_of(config: dict[str, Any]) -> dict[str, tuple[int, int]]:
         "mlp.gate_proj": (hidden, inner),
         "mlp.up_proj": (hidden, inner),
         "mlp.down_proj": (inner, hidden),
+    }
+
+
+def _latent_sizes(config: dict[str, Any]) -> dict[str, tuple[int, int]]:
+    """Of attention over latents, alone: layers are mixtures of experts."""
+    hidden, heads, queries = (
+        config[name] for name in ("hidden_size", "num_attention_heads", "q_lora_rank")
+    )
+    latent, keys, rotated, values = (
+        config[name]
+        for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    )
+    return {
+        "self_attn.q_a_proj": (hidden, queries),
+        "self_attn.q_b_proj": (queries, heads * (keys + rotated)),
+        "self_attn.kv_a_proj_with_mqa": (hidden, latent + rotated),
+        "self_attn.kv_b_proj": (latent, heads * (keys + values)),
+        "self_attn.o_proj": (heads * values, hidden),
     }
 
 

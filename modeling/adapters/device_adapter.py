@@ -133,11 +133,18 @@ class DeviceAdapter:
 
     def change_outputs(self, y: Tensor, projection: int, layer: int) -> Tensor:
         """Return y [n, out] scaled and with biases, as this adapter does (`output_rows.py`)."""
-        own = self.output_rows(projection)
+        scale, bias = self.output_vectors(projection, layer)
+        if scale is not None:
+            y = torch.addcmul(y, scale, y)
+        return y if bias is None else y + bias
+
+    def output_vectors(self, projection: int, layer: int) -> tuple[Tensor | None, Tensor | None]:
+        """Return (c, d) of `output_rows.py`, [out] each; None where there is none."""
         pool, behind = self._pools[projection].bt.flatten(0, 2), layer * PAGE_ROWS
-        if own.scale >= 0:
-            y = torch.addcmul(y, pool[own.scale + behind], y)
-        return y if own.bias < 0 else y + pool[own.bias + behind]
+        scale, bias = (
+            None if row < 0 else pool[row + behind] for row in self.output_rows(projection)
+        )
+        return scale, bias
 
     def page(self, projection: int) -> int:
         """Return the first page; -1 where the adapter has none."""

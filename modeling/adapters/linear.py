@@ -67,6 +67,11 @@ class AdapterColumnLinear(nn.Module):
         return y
 
     @property
+    def position(self) -> ModulePosition:
+        """Return where adapters of its first map are."""
+        return ModulePosition(self._targets[0].projection, self._layer)
+
+    @property
     def has_bias(self) -> bool:
         """Return whether the base model's maps have biases."""
         return self.base.bias is not None

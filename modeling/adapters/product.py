@@ -15,6 +15,7 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 
 from modeling.adapters.bank import DeviceAdapter
+from modeling.adapters.latents import LatentMap
 from sharding.linear_weight import LinearWeight
 
 
@@ -66,6 +67,14 @@ class AdapterData(Protocol):
     def add(self, y: Tensor, x: Tensor, layer: int, targets: tuple[OutputSlice, ...]) -> None:
         """Add the deltas of `targets` at `layer` to y [tokens, out]; x: [tokens, in]."""
         ...
+
+    def latent_queries(self, y: Tensor, x: Tensor, latents: LatentMap) -> None:
+        """Change y [tokens, heads, latent], which is `LatentMap.queries` of x."""
+        raise AssertionError(f"{type(self).__name__} has no adapters of latents")
+
+    def latent_values(self, y: Tensor, x: Tensor, latents: LatentMap) -> None:
+        """Change y [tokens, heads, values], which is `LatentMap.values` of x."""
+        raise AssertionError(f"{type(self).__name__} has no adapters of latents")
 
 
 @runtime_checkable

@@ -189,6 +189,7 @@ class Projection:
     aliases: other path templates by which adapters may name the module.
     can_adapt_ends: whether a server can adapt embedding and head of its model at all.
     is_lost: whether PEFT does not find the map's factors in a file that it wrote.
+    of_latents: whether it is multiplied where cached tokens are read, not where they are stored.
     has_bias: whether the base model's map has a bias.
     stored_transposed: whether transformers' module keeps its weight as [in, out] (Conv1D).
     vectors: for norms, their parameters; `base` has the numbers of all of them.
@@ -221,6 +222,7 @@ class Projection:
     aliases: tuple[str, ...] = ()
     can_adapt_ends: bool = True
     is_lost: bool = False
+    of_latents: bool = False
     has_bias: bool = False
     stored_transposed: bool = False
     vectors: tuple[NormVector, ...] = ()

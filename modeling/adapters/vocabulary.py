@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from modeling.adapters.bank import PAGE_ROWS, AdapterBank
+from modeling.adapters.latents import LatentMap
 from modeling.adapters.product import (
     AdapterData,
     EndAdapters,
@@ -172,6 +173,16 @@ class VocabularyAdapters:
     ) -> None:
         """Overwrite rows by whole linear maps; see `WholeAdapters`."""
         self._whole_linears.replace(y, x, layer, targets, bias)
+
+    def latent_queries(self, y: Tensor, x: Tensor, latents: LatentMap) -> None:
+        """Change y [tokens, heads, latent]; see `AdapterData`."""
+        self._whole_linears.latent_queries(y, x, latents)
+        self._layers.latent_queries(y, x, latents)
+
+    def latent_values(self, y: Tensor, x: Tensor, latents: LatentMap) -> None:
+        """Change y [tokens, heads, values]; see `AdapterData`."""
+        self._whole_linears.latent_values(y, x, latents)
+        self._layers.latent_values(y, x, latents)
 
     def embed(self, y: Tensor, local_ids: Tensor, foreign: Tensor | None) -> None:
         """Change y [tokens, hidden] by this rank's part of A, or of W'; see `local_ids`."""

@@ -5,7 +5,7 @@ cost a product more for each such adapter and map. W' itself is kept, because ha
 round the difference to W, which has full rank.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from modeling.adapters.bank import PAGE_ROWS, AdapterBank
+from modeling.adapters.latents import LatentMap
 from modeling.adapters.product import OutputSlice, TokenGroup
-from modeling.adapters.projection import Projection, ProjectionKind
+from modeling.adapters.projection import ModulePosition, Projection, ProjectionKind
 from modeling.adapters.token_rows import groups_of
 
 
@@ -80,13 +81,27 @@ class WholeLinears:
     ) -> None:
         """Overwrite rows of y; see `WholeAdapters`."""
         for target in targets:
-            index, groups = self._parts.get(target.projection, (-1, []))
-            for group in groups:
-                if not group.adapter.rank(index, layer):
-                    continue
-                size = self._projections[target.projection].local_outputs
-                first = layer * self._projections[index].blocks * PAGE_ROWS
-                columns = slice(target.offset, target.offset + size)
-                weight = group.adapter.matrix(index)[first : first + size]
-                own = None if bias is None else bias[columns]
-                y[group.rows, columns] = F.linear(x[group.rows], weight, own)
+            size = self._projections[target.projection].local_outputs
+            columns = slice(target.offset, target.offset + size)
+            own = None if bias is None else bias[columns]
+            for rows, weight in self._weights(ModulePosition(target.projection, layer)):
+                y[rows, columns] = F.linear(x[rows], weight, own)
+
+    def latent_queries(self, y: Tensor, x: Tensor, latents: LatentMap) -> None:
+        """Overwrite rows of y [tokens, heads, latent]; see `AdapterData`."""
+        for rows, weight in self._weights(latents.position):
+            y[rows] = latents.with_weight(weight).queries(x[rows])
+
+    def latent_values(self, y: Tensor, x: Tensor, latents: LatentMap) -> None:
+        """Overwrite rows of y [tokens, heads, values]; see `AdapterData`."""
+        for rows, weight in self._weights(latents.position):
+            y[rows] = latents.with_weight(weight).values(x[rows])
+
+    def _weights(self, at: ModulePosition) -> Iterator[tuple[slice | Tensor, Tensor]]:
+        """The rows of each adapter that brings the map at a position, and W' [out, in]."""
+        index, groups = self._parts.get(at.projection, (-1, []))
+        for group in groups:
+            if group.adapter.rank(index, at.layer):
+                size = self._projections[at.projection].local_outputs
+                first = at.layer * self._projections[index].blocks * PAGE_ROWS
+                yield group.rows, group.adapter.matrix(index)[first : first + size]

@@ -10,7 +10,8 @@ table[j // page_size], offset j % page_size. group: query heads that share a KV 
 mixes rows of any lengths: prefill, chunk and decode differ in numbers.
 
 Few models have a cap (cap(x) = softcap * tanh(x / softcap), else x), slopes (ALiBi, else 0) or
-sinks (logits without a key, else -inf).
+sinks (logits without a key, else -inf). Where values are the first numbers of the keys (latents),
+they are stored once, and what o has behind these means nothing.
 """
 
 from abc import ABC, abstractmethod
@@ -36,7 +37,8 @@ class AttentionSpec:
     in tokens; None is a layer that sees all. cache_dtype: of the cached keys and values, None
     for `dtype`. softcap: the cap of the scores, None: none. sinks: whether some layer has sinks.
     alibi: the slope of each of this rank's heads, None: none. index_topk: how many positions, which
-    an index chooses, a token sees at most (sparse.py); None: all.
+    an index chooses, a token sees at most (sparse.py); None: all. value_dim: values are the first
+    so many numbers of the keys; None: they are stored beside them.
     """
 
     num_heads: int
@@ -52,6 +54,7 @@ class AttentionSpec:
     sinks: bool = False
     alibi: tuple[float, ...] | None = None
     index_topk: int | None = None
+    value_dim: int | None = None
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,8 @@ class FlashAttention(AttentionBackend):
             return f"head_dim {spec.head_dim} is not a multiple of 8 up to {MAX_HEAD_DIM}"
         if spec.page_size % PAGE_MULTIPLE:
             return f"cache.block_size {spec.page_size} is not a multiple of {PAGE_MULTIPLE}"
+        if spec.value_dim is not None:
+            return "is not given latents"
         return "has no sinks" if spec.sinks else "is not given ALiBi" if spec.alibi else None
 
     def prepare(

@@ -101,6 +101,8 @@ class FlashInferAttention(AttentionBackend):
             return f"has no kernels for a cache of {spec.cache_dtype} with {spec.dtype}"
         if spec.head_dim not in HEAD_DIMS:
             return f"head_dim {spec.head_dim} is not one of {HEAD_DIMS}"
+        if spec.value_dim is not None:
+            return "is not given latents"
         return "has no sinks" if spec.sinks else "has no ALiBi" if spec.alibi else None
 
     def prepare(

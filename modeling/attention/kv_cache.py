@@ -31,6 +31,7 @@ class CacheSpec:
 
     page_size: tokens in a page. num_kv_heads: this rank's. dtype: of the cached values.
     scales: of an fp8 cache, one for each layer, the same on every rank; else none.
+    keys_only: whether values are the keys' first numbers, so that they have no memory.
     """
 
     num_layers: int
@@ -39,17 +40,24 @@ class CacheSpec:
     head_dim: int
     dtype: torch.dtype
     scales: tuple[CacheScales, ...] = ()
+    keys_only: bool = False
+
+    @property
+    def parts(self) -> int:
+        """Tensors of a layer: keys and values, or keys alone."""
+        return 1 if self.keys_only else 2
 
     @property
     def bytes_per_page(self) -> int:
         """Bytes of one page over all layers, keys and values together."""
         values = self.page_size * self.num_kv_heads * self.head_dim
-        return 2 * self.num_layers * values * self.dtype.itemsize
+        return self.parts * self.num_layers * values * self.dtype.itemsize
 
 
 class LayerCache:
     """One layer's keys and values, [num_pages, page_size, kv_heads, head_dim] each.
 
+    keys_only: whether both are the same memory, as values are the keys' first numbers.
     quantised: whether they are e4m3. scales: of a quantised cache, else ones. clamped: int32 [2],
     not 0 once a key, or a value, was beyond what its scale can hold and the nearest was stored.
     group: the KV group that has the tables of these pages.
@@ -62,6 +70,7 @@ class LayerCache:
         assert keys.shape == values.shape, (keys.shape, values.shape)
         self.keys = keys
         self.values = values
+        self.keys_only = keys is values
         self.quantised = keys.dtype == FP8
         assert self.quantised or scales == UNSCALED, (keys.dtype, scales)
         self.scales = scales
@@ -77,11 +86,14 @@ class LayerCache:
         A slot is page * page_size + offset. Values are cast to the cache's type.
         """
         self._put(self.flat_keys, keys, slots, self.scales.keys, self.clamped[0])
-        self._put(self.flat_values, values, slots, self.scales.values, self.clamped[1])
+        if not self.keys_only:
+            self._put(self.flat_values, values, slots, self.scales.values, self.clamped[1])
 
     def read(self, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Keys and values at slots int64 [n], both [n, kv_heads, head_dim] of `dtype`."""
         keys = self._taken(self.flat_keys, slots, dtype, self.scales.keys)
+        if self.keys_only:
+            return keys, keys
         return keys, self._taken(self.flat_values, slots, dtype, self.scales.values)
 
     def _put(self, flat: Tensor, new: Tensor, slots: Tensor, scale: float, clamped: Tensor) -> None:
@@ -111,7 +123,11 @@ def allocate(spec: CacheSpec, num_pages: int, device: torch.device) -> list[Laye
     def pages() -> Tensor:
         return torch.zeros(shape, dtype=spec.dtype, device=device)
 
-    return [LayerCache(pages(), pages(), own) for own in scales]
+    def layer(own: CacheScales) -> LayerCache:
+        keys = pages()
+        return LayerCache(keys, keys if spec.keys_only else pages(), own)
+
+    return [layer(own) for own in scales]
 
 
 def _movable(eighths: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ class KvLayout:
         first = self.groups[0]
         if len(self.groups) == 1:
             return first.spec.bytes_per_page
-        return 2 * first.stride * first.page_values * first.spec.dtype.itemsize
+        return first.spec.parts * first.stride * first.page_values * first.spec.dtype.itemsize
 
 
 def allocate_blocks(layout: KvLayout, num_blocks: int, device: torch.device) -> list[LayerCache]:
@@ -57,12 +57,16 @@ def allocate_blocks(layout: KvLayout, num_blocks: int, device: torch.device) -> 
         (only,) = layout.groups
         made = dict(zip(only.layers, allocate(only.spec, num_blocks, device), strict=True))
     else:
-        keys, values = (_shared(layout.groups[0], num_blocks, device) for _ in range(2))
+        first = layout.groups[0]
+        assert len({group.spec.keys_only for group in layout.groups}) == 1, layout
+        keys = _shared(first, num_blocks, device)
+        values = keys if first.spec.keys_only else _shared(first, num_blocks, device)
         for index, group in enumerate(layout.groups):
             for at, layer in enumerate(group.layers):
                 scales = group.spec.scales[at] if group.spec.scales else UNSCALED
-                own = [_pages(group, at, part) for part in (keys, values)]
-                made[layer] = LayerCache(own[0], own[1], scales, index)
+                own = _pages(group, at, keys)
+                beside = own if values is keys else _pages(group, at, values)
+                made[layer] = LayerCache(own, beside, scales, index)
     return [made[source] for source in layout.sources]
 
 

@@ -50,6 +50,9 @@ def rotate_and_store(
     slots: int64 [tokens]. stored: int64 [n], the tokens to store (None: all); k and v of the others
     are in the cache already. norms: of heads, before the rotation. overwrites: whether q may be.
     """
+    if cache.keys_only:
+        assert angles is None, "of latents a part is rotated, before they are put together"
+        return _store_latents(parts, cache, slots, stored)
     if stored is None and _writable(cache) and (fused := _fused(parts, angles)) is not None:
         found: Tensor = fused.rotate_and_store(parts, angles, cache, slots, norms, overwrites)
         return found
@@ -60,6 +63,16 @@ def rotate_and_store(
         cache.store(k, v, slots)
     else:
         cache.store(k[stored], v[stored], slots[stored])
+    return q.contiguous()
+
+
+def _store_latents(
+    parts: Sequence[Tensor], cache: LayerCache, slots: Tensor, stored: Tensor | None
+) -> Tensor:
+    """Store k, which begins with v; return q."""
+    q, k, _ = parts
+    own = (k, slots) if stored is None else (k[stored], slots[stored])
+    cache.store(own[0], own[0], own[1])
     return q.contiguous()
 
 

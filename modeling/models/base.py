@@ -24,6 +24,7 @@ class AttentionLayer:
     index_topk: a token sees so many positions at most, which an index chooses; the last head has
         the keys of that. None: no index.
     slopes: of this rank's heads (ALiBi); None: none.
+    value_dim: values are the first so many numbers of the keys; None: they are stored beside them.
     """
 
     num_heads: int
@@ -37,6 +38,7 @@ class AttentionLayer:
     source: int | None = None
     index_topk: int | None = None
     slopes: tuple[float, ...] | None = None
+    value_dim: int | None = None
 
 
 class RecurrentStates(Protocol):

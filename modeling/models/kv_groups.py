@@ -61,7 +61,12 @@ def kv_layout(
     for group, times, stride in zip(groups, fit.times, fit.strides, strict=True):
         form, size = group.form, page_size * times
         spec = CacheSpec(
-            len(group.layers), size, form.num_kv_heads, form.head_dim, dtype or model.dtype
+            len(group.layers),
+            size,
+            form.num_kv_heads,
+            form.head_dim,
+            dtype or model.dtype,
+            keys_only=form.value_dim is not None,
         )
         kv = KvGroup(size, form.window, form.chunk)
         made.append(CachedGroup(kv, spec, tuple(group.layers), stride))
@@ -89,6 +94,7 @@ def attention_specs(model: PagedModel, layout: KvLayout) -> tuple[AttentionSpec,
             sinks=form.sinks,
             index_topk=form.index_topk,
             alibi=form.slopes,
+            value_dim=form.value_dim,
         )
         found.append(spec)
     return tuple(found)

@@ -20,6 +20,7 @@ from modeling.adapters.kernels.groups import (
     LaunchGroup,
     group_of,
 )
+from modeling.adapters.kernels.latents import latents_kernel
 from modeling.adapters.kernels.product import MAX_BLOCKS, MAX_SUMS
 from modeling.adapters.kernels.shrink import shrink_kernel
 from modeling.adapters.kernels.tiles import HEADER, cut_tiles
@@ -51,6 +52,7 @@ class TritonBuffers:
         self.shrink, self.expand = Launcher(shrink_kernel), Launcher(expand_kernel)
         self.gated = Launcher(gated_kernel)
         self.embed = Launcher(embed_kernel)
+        self.latents = Launcher(latents_kernel)
         self.set_embedded = Launcher(set_embedded_kernel)
         self.set_logits = Launcher(set_logits_kernel)
         used = self._used_forms()

@@ -10,6 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from modeling.adapters.bank import AdapterBank
+from modeling.adapters.latents import LatentMap, adapted_values, query_deltas
 from modeling.adapters.product import AdapterData, OutputSlice, TokenGroup
 from modeling.transfer import to_device
 
@@ -41,6 +42,21 @@ class ReferenceBatch(AdapterData):
                     part[rows].addmm_(inputs @ factors.a, factors.bt)
                 else:
                     part.index_add_(0, rows, inputs @ factors.a @ factors.bt)
+
+    def latent_queries(self, y: Tensor, x: Tensor, latents: LatentMap) -> None:
+        """Change y [tokens, heads, latent]; see `AdapterData`."""
+        for group in self._adapting(latents):
+            y[group.rows] += query_deltas(group.adapter, x[group.rows], latents)
+
+    def latent_values(self, y: Tensor, x: Tensor, latents: LatentMap) -> None:
+        """Change y [tokens, heads, values]; see `AdapterData`."""
+        for group in self._adapting(latents):
+            rows = group.rows
+            y[rows] = adapted_values(group.adapter, y[rows], x[rows], latents)
+
+    def _adapting(self, latents: LatentMap) -> list[TokenGroup]:
+        at = latents.position
+        return [each for each in self._groups if each.adapter.rank(at.projection, at.layer)]
 
 
 NO_DELTAS = ReferenceBatch(())

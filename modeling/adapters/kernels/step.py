@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton import next_power_of_2
 
 from modeling.adapters.kernels.base import Shrink, launch_product, takes
 from modeling.adapters.kernels.buffers import TritonBuffers
@@ -16,6 +17,7 @@ from modeling.adapters.kernels.gated import COLUMNS, GATED_CONSTANTS, gated_argu
 from modeling.adapters.kernels.groups import MAX_TARGETS, LaunchGroup, split_columns
 from modeling.adapters.kernels.product import product_form
 from modeling.adapters.kernels.tiles import HEADER
+from modeling.adapters.latents import LatentMap
 from modeling.adapters.peft.tokens import DIGIT, NUM_DIGITS
 from modeling.adapters.product import OutputSlice
 from modeling.kernels.launch import aligned, launch_options
@@ -147,6 +149,42 @@ class TritonBatch:
         key = (*self._key, group.key, gate_up.dtype, aligned(gate_up, out))
         self._plan.gated(key, grid, arguments, constants, self._options(blocks))
         return out
+
+    def latent_queries(self, y: Tensor, x: Tensor, latents: LatentMap) -> None:
+        """Change y [tokens, heads, latent], which is `LatentMap.queries` of x."""
+        self._latents(y, x, latents, True)
+
+    def latent_values(self, y: Tensor, x: Tensor, latents: LatentMap) -> None:
+        """Change y [tokens, heads, values], which is `LatentMap.values` of x."""
+        self._latents(y, x, latents, False)
+
+    def _latents(self, y: Tensor, x: Tensor, latents: LatentMap, of_queries: bool) -> None:
+        if self._num_tiles == 0:
+            return
+        assert x.stride(2) == y.stride(2) == 1, (x.stride(), y.stride())
+        plan, at, weight = self._plan, latents.position, latents.weight
+        group = plan.group((OutputSlice(at.projection, 0),))
+        heads, both, width = weight.shape
+        own = {
+            "OF_QUERIES": of_queries,
+            "HEADS": heads,
+            "KEYS": latents.keys,
+            "VALUES": both - latents.keys,
+            "LATENT": width,
+            "BLOCK_IN": max(16, next_power_of_2(x.shape[2])),
+            "BLOCK_OUT": max(16, next_power_of_2(y.shape[2])),
+        }
+        strides = (*y.stride()[:2], *x.stride()[:2])
+        arguments = (
+            *(y, x, weight, group.a[0], group.bt[0], *self._tables[:3], plan.bank.output_rows),
+            *(at.projection, at.layer, *strides),
+        )
+        names = ("PROJECTIONS", "TABLE_PAGES", "TABLE_LAYERS", "LAYERS", "HEADER", "BLOCK_M")
+        known = self._constants_of(group)
+        constants = own | {name: known[name] for name in names} | {"ROWS": 16}
+        divisible = tuple(stride % 16 == 0 for stride in strides)
+        key = (*self._key, group.key, y.dtype, *own.values(), divisible, aligned(y, x, weight))
+        plan.latents(key, self._grid(heads), arguments, constants, {"num_warps": 4})
 
     def _grid(self, num_blocks: int) -> tuple[int, int]:
         """Return the grid: blocks of columns, and programs that each take one or more tiles."""

@@ -33,11 +33,19 @@ def check_activation(
             "alora_invocation_tokens: activated LoRA is not served over this model, which runs in "
             "transformers' own code; retrain it as plain LoRA"
         )
-    kinds = {projections[at.projection].kind for at in adapted}
+    found = [projections[at.projection] for at in adapted]
+    kinds = {each.kind for each in found}
     if kinds - {ProjectionKind.LINEAR} or has_whole_modules:
         refuse(
             "alora_invocation_tokens: an activated adapter changes linear modules inside the "
             "layers alone, as in PEFT; retrain it without embedding and heads"
+        )
+    late = sorted({each.name for each in found if each.of_latents})
+    if late:
+        refuse(
+            f"alora_invocation_tokens with factors of {', '.join(late)}: this model's cache has "
+            "latents, of which an adapter of that map changes all that a token reads, those before "
+            "the invocation too; retrain it without that module"
         )
     if plan.task != GENERATES:
         # Of PEFT's classes PeftModelForCausalLM alone looks for the invocation (peft_model.py).

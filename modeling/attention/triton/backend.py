@@ -30,6 +30,7 @@ from modeling.attention.triton.forms import (
     LEAST_TILE,
     decode_form,
     padded_head,
+    padded_rest,
     prefill_form,
     widened,
 )
@@ -112,11 +113,14 @@ class TritonAttention(AttentionBackend):
         self._launch_decode = Launcher(decode_kernel)
         self._launch_prefill = Launcher(prefill_kernel)
         self._dependent = has_dependent_launch(spec.device)
+        self._value_dim = spec.head_dim if spec.value_dim is None else spec.value_dim
         slopes = spec.alibi or (0.0,) * spec.num_heads
         self._slopes = torch.tensor(slopes, dtype=torch.float32, device=spec.device)
         self._scores = {
             "HEAD_DIM": spec.head_dim,
+            "VALUE_DIM": self._value_dim,
             "BLOCK_D": padded_head(spec),
+            "BLOCK_REST": padded_rest(spec),
             "PDL": self._dependent,
         }
         self._cache = {
@@ -136,8 +140,8 @@ class TritonAttention(AttentionBackend):
             return f"has no kernels for {spec.dtype}"
         if spec.cache_dtype not in (None, *FLOATS, FP8):
             return f"has no kernels for a cache of {spec.cache_dtype}"
-        if spec.head_dim > MAX_HEAD_DIM:
-            return f"head_dim {spec.head_dim} is larger than {MAX_HEAD_DIM}"
+        if (spec.value_dim or spec.head_dim) > MAX_HEAD_DIM:
+            return f"head_dim {spec.value_dim or spec.head_dim} is larger than {MAX_HEAD_DIM}"
         if spec.cache_dtype == FP8 and torch.cuda.get_device_capability(spec.device) < (8, 9):
             return "this GPU has no fp8 numbers: set cache.dtype to auto"
         return None
@@ -234,7 +238,7 @@ class TritonAttention(AttentionBackend):
         stored = 0 if programs == 1 else count
         splits = (stored * rows.room, spec.num_heads, max_count)
         device = layer.q.device
-        partials = torch.empty(*splits, spec.head_dim, dtype=torch.float32, device=device)
+        partials = torch.empty(*splits, self._value_dim, dtype=torch.float32, device=device)
         sums = torch.empty(*splits, 2, dtype=torch.float32, device=device)
         pointers: tuple[Tensor, ...]
         pointers = (layer.q, *layer.parts, layer.out, partials, sums, layer.sinks, self._slopes)

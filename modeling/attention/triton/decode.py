@@ -77,7 +77,7 @@ def _added(
     index: "Any",
     live: "Any",
     count: "Any",
-    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     LIVE_M: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -87,19 +87,19 @@ def _added(
     CHUNK splits are loaded before the first of them is added: one wait for all.
     """
     d = tl.arange(0, BLOCK_D)
-    mask = live[:, None] & (d < HEAD_DIM)[None, :]
+    mask = live[:, None] & (d < VALUE_DIM)[None, :]
     row_acc = tl.zeros([LIVE_M, BLOCK_D], dtype=tl.float32)
     row_top = tl.full([LIVE_M], NEVER, dtype=tl.float32)
     row_total = tl.zeros([LIVE_M], dtype=tl.float32)
     for start in range(0, count, CHUNK):
-        at = partials + (index + start)[:, None] * HEAD_DIM + d[None, :]
+        at = partials + (index + start)[:, None] * VALUE_DIM + d[None, :]
         own = sums + (index + start) * 2
         accs, tops, totals = (), (), ()
         for each in tl.static_range(CHUNK):
             more = start + each < count
             inside = live & more
             # .cg: past the first-level cache, which may lack other programs' stores.
-            acc = tl.load(at + each * HEAD_DIM, mask & more, 0.0, cache_modifier=".cg")
+            acc = tl.load(at + each * VALUE_DIM, mask & more, 0.0, cache_modifier=".cg")
             top = tl.load(own + each * 2, inside, NEVER, cache_modifier=".cg")
             total = tl.load(own + each * 2 + 1, inside, 0.0, cache_modifier=".cg")
             accs = accs + (acc,)  # type: ignore[assignment]  # noqa: RUF005
@@ -125,6 +125,7 @@ def _finish(
     factor: "Any",
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     SINKS: tl.constexpr,
 ) -> None:
@@ -138,7 +139,7 @@ def _finish(
         acc = acc * (factor / total)[:, None]
     d = tl.arange(0, BLOCK_D)
     at = out + ((tokens * HEADS + heads) * HEAD_DIM)[:, None] + d[None, :]
-    tl.store(at, acc.to(out.dtype.element_ty), mask=live[:, None] & (d < HEAD_DIM)[None, :])
+    tl.store(at, acc.to(out.dtype.element_ty), mask=live[:, None] & (d < VALUE_DIM)[None, :])
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
@@ -183,7 +184,9 @@ def decode_kernel(
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
     QUERIES: tl.constexpr,
     PACKED: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -208,7 +211,7 @@ def decode_kernel(
     tokens, offsets, lengths, row_queries: int32 [rows]: the index of a row's first token in q and
     out, where its pages' numbers start in `tables`, its keys, its queries. QUERIES tokens of q and
     out belong to a row; what is computed for those behind its queries means nothing.
-    partials: float32 [rows, QUERIES, heads, max_count, HEAD_DIM], max_count: splits of a row at
+    partials: float32 [rows, QUERIES, heads, max_count, VALUE_DIM], max_count: splits of a row at
     most; sums: [.., max_count, 2], each split's largest score and sum of weights. arrived: int32
     zeros [rows, blocks of heads], zeros again afterwards. window: keys that are seen at most.
     factor: of the output. LIVE_M: a power of two that holds a tile's lines, which BLOCK_M may
@@ -238,7 +241,7 @@ def decode_kernel(
         return
     d = tl.arange(0, BLOCK_D)
     query, head, live = _lines(GROUP, QUERIES, PACKED, BLOCK_M)
-    mask = live[:, None] & (d < HEAD_DIM)[None, :]
+    mask = live[:, None] & (d < VALUE_DIM)[None, :]
     slope = tl.zeros([BLOCK_M], dtype=tl.float32)
     if ALIBI:
         slope = tl.load(slopes + head, mask=live, other=0.0) * LOG2_E
@@ -256,6 +259,11 @@ def decode_kernel(
     if PDL:
         gdc_wait()
     queries = tl.load(q + at[:, None] + d[None, :], mask=mask, other=0.0)
+    rest = queries
+    if BLOCK_REST > 0:
+        e = VALUE_DIM + tl.arange(0, BLOCK_REST)
+        others = live[:, None] & (e < HEAD_DIM)[None, :]
+        rest = tl.load(q + at[:, None] + e[None, :], mask=others, other=0.0)
     # One loop over all blocks, so that loads go on where a split ends.
     for _ in range(_blocks(length - first, count, width, program, programs, BLOCK_N)):
         ends = start + BLOCK_N >= tl.minimum(first + (split + 1) * width, length)
@@ -263,6 +271,7 @@ def decode_kernel(
         following = pages_of(table, after, length, BLOCK_N, PAGE)
         acc, top, total = attend_block(
             queries,
+            rest,
             acc,
             top,
             total,
@@ -279,7 +288,9 @@ def decode_kernel(
             cap,
             KV_HEADS,
             HEAD_DIM,
+            VALUE_DIM,
             BLOCK_D,
+            BLOCK_REST,
             BLOCK_N,
             PAGE,
             CAPPED,
@@ -294,7 +305,7 @@ def decode_kernel(
                 )
             else:
                 one = index + split
-                tl.store(partials + one[:, None] * HEAD_DIM + d[None, :], acc, mask=mask)
+                tl.store(partials + one[:, None] * VALUE_DIM + d[None, :], acc, mask=mask)
                 tl.store(sums + one * 2, top, mask=live)
                 tl.store(sums + one * 2 + 1, total, mask=live)
             acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
@@ -305,7 +316,7 @@ def decode_kernel(
     if is_alone:
         _finish(
             row_acc, row_top, row_total, out, sinks, token + query, head, live, factor,
-            HEADS, HEAD_DIM, BLOCK_D, SINKS,
+            HEADS, HEAD_DIM, VALUE_DIM, BLOCK_D, SINKS,
         )  # fmt: skip
     else:
         # One thread counts the arrival for all: the barrier puts every thread's stores before it,
@@ -319,9 +330,9 @@ def decode_kernel(
             queried, headed, filled = _lines(GROUP, QUERIES, PACKED, LIVE_M)
             parts = ((own.to(tl.int64) * QUERIES + queried) * HEADS + headed) * max_count
             all_acc, all_top, all_total = _added(
-                partials, sums, parts, filled, count, HEAD_DIM, BLOCK_D, LIVE_M, CHUNK
+                partials, sums, parts, filled, count, VALUE_DIM, BLOCK_D, LIVE_M, CHUNK
             )
             _finish(
                 all_acc, all_top, all_total, out, sinks, token + queried, headed, filled, factor,
-                HEADS, HEAD_DIM, BLOCK_D, SINKS,
+                HEADS, HEAD_DIM, VALUE_DIM, BLOCK_D, SINKS,
             )  # fmt: skip

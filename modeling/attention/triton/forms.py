@@ -75,8 +75,13 @@ class PrefillForm:
 
 
 def padded_head(spec: AttentionSpec) -> int:
-    """The power of two that holds a head."""
-    return max(16, _power(spec.head_dim))
+    """The power of two that holds what of a key meets a value's width: all but of latents."""
+    return max(16, _power(spec.value_dim or spec.head_dim))
+
+
+def padded_rest(spec: AttentionSpec) -> int:
+    """The power of two that holds the rest of a key that begins with its value, else 0."""
+    return 0 if spec.value_dim is None else max(16, _power(spec.head_dim - spec.value_dim))
 
 
 def decode_form(spec: AttentionSpec, shared: int, processors: int) -> DecodeForm:
@@ -94,9 +99,13 @@ def decode_form(spec: AttentionSpec, shared: int, processors: int) -> DecodeForm
     if spec.dtype != torch.float32 and width == 128:
         # Four programs of a multiprocessor at once, instead of two with blocks of 64 keys.
         keys, registers = 32, 128
+    if spec.dtype != torch.float32 and spec.value_dim is not None:
+        # A block is loaded once, not as keys and as values.
+        keys *= 2
     tiles = spec.num_kv_heads * -(-group // packed)
     stages = 3 if shared >= SMALL_SHARED else 2
-    taken = 2 * stages * keys * width * (spec.cache_dtype or spec.dtype).itemsize
+    block = keys * (2 * width if spec.value_dim is None else width + padded_rest(spec))
+    taken = stages * block * (spec.cache_dtype or spec.dtype).itemsize
     return DecodeForm(
         rows=_power(packed),
         packed=packed,

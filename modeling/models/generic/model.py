@@ -32,6 +32,7 @@ from modeling.models.generic.found_norms import find_norms, input_shapes
 from modeling.models.generic.fusions import fuse, norm_heads_alone
 from modeling.models.generic.head_alone import without_decoder
 from modeling.models.generic.indexed import MARKS, take_over_indexes
+from modeling.models.generic.latents import keep_latents
 from modeling.models.generic.linears import replace_linears
 from modeling.models.generic.modules import (
     CLEARS_PADDING,
@@ -56,7 +57,7 @@ from modeling.models.generic.step import (
     RotationLostError,
 )
 from modeling.models.generic.waits import HostNumbers, groups_can_be_captured, host_waits
-from modeling.models.generic.windows import check_windows, marked_masks
+from modeling.models.generic.windows import check_windows, chunks, marked_masks
 from modeling.models.paged_base import read_score
 from sharding.embedding import ParallelHead, VocabParallelEmbedding
 from sharding.loader import Weights
@@ -140,6 +141,7 @@ class GenericForCausalLM(nn.Module):
                 setattr(module, "loray_step", self._step)  # noqa: B010 - modules are not ours
         self._recurrent = RecurrentLayers(self.causal, self._step, self._decoder.config)
         self._has_index = take_over_indexes(self.causal)
+        self.projections = keep_latents(self.causal, self.projections)
         self._forms = self._learn_layers()
         # Whether a row chooses by an index follows from its length, which a graph does not know.
         has_form = not self._has_index and groups_can_be_captured(self.causal, self.dtype)
@@ -315,7 +317,7 @@ class GenericForCausalLM(nn.Module):
     @torch.inference_mode()
     def _learn_layers(self) -> dict[int, tuple[int, AttentionLayer]]:
         """Compute a few tokens to see what each layer's attention is; all ranks do it together."""
-        forms = LayerForms(_chunks(self.causal.config))
+        forms = LayerForms(chunks(self.causal.config))
         shapes: dict[str, tuple[int, ...]] = {}
         tokens = self._probe()
         rows = StateRows(slice(0, len(PROBE)), single=False, begins=True, slots=None)
@@ -380,13 +382,6 @@ def _prefix(causal: PreTrainedModel) -> str:
     """Where the decoder is; a class may name its path inside of a larger model."""
     named: str = causal.base_model_prefix
     return named if hasattr(causal, named) else "model"
-
-
-def _chunks(config: Any) -> dict[int, int]:
-    """The layers that attend in chunks of so many tokens."""
-    kinds = getattr(config, "layer_types", None) or ()
-    chunked = [layer for layer, kind in enumerate(kinds) if kind == "chunked_attention"]
-    return {layer: config.attention_chunk_size for layer in chunked}
 
 
 def _numbered(layers: Mapping[int, AttentionLayer]) -> dict[int, tuple[int, AttentionLayer]]:

@@ -81,6 +81,21 @@ class LayerAttention(Protocol):
         ...
 
 
+class LatentAttention(Protocol):
+    """Attention of a layer over cached latents (`latents.py`)."""
+
+    def attend(
+        self,
+        step: "CurrentStep",
+        layer: int,
+        given: Sequence[Tensor],
+        heads: Heads,
+        form: AttentionLayer,
+    ) -> Tensor:
+        """Return [tokens, heads, values]; given: as `CurrentStep.attend` takes it."""
+        ...
+
+
 class LayerForms:
     """Learns what each layer's attention is, from one forward over any tokens."""
 
@@ -347,7 +362,8 @@ def attend(
     step: CurrentStep = owner.loray_step
     q, k, v = (part[0].transpose(0, 1) for part in (query, key, value))
     width, value_width = q.shape[-1], v.shape[-1]
-    if value_width < width:
+    latents: LatentAttention | None = getattr(owner, "loray_latents", None)
+    if value_width < width and latents is None:
         # One layer's keys and values are of one width; zeros add nothing to the sums.
         v = F.pad(v, (0, width - value_width))
     if indices is not None:
@@ -364,8 +380,10 @@ def attend(
         sinks=s_aux is not None,
         index_topk=None if indices is None else indices.topk,
     )
-    heads = Heads(q, k, v, s_aux, index=indices)
-    out = step.attend(owner.layer_idx, (query, key, value), heads, form)
+    heads, given = Heads(q, k, v, s_aux, index=indices), (query, key, value)
+    if latents is not None:
+        return latents.attend(step, owner.layer_idx, given, heads, form)[None], None
+    out = step.attend(owner.layer_idx, given, heads, form)
     return out[None, :, : query.shape[1], :value_width], None
 
 

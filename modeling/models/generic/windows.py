@@ -74,3 +74,10 @@ def check_windows(config: Any, layers: Mapping[int, AttentionLayer], longest: in
                 f"sliding_window ({window}): attention of {type(config).__name__} does not read "
                 "it, but the cache of transformers forgets by it: remove it from config.json"
             )
+
+
+def chunks(config: Any) -> dict[int, int]:
+    """The layers that attend in chunks of so many tokens."""
+    kinds = getattr(config, "layer_types", None) or ()
+    chunked = [layer for layer, kind in enumerate(kinds) if kind == "chunked_attention"]
+    return {layer: config.attention_chunk_size for layer in chunked}

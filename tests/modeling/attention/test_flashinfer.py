@@ -51,7 +51,8 @@ class Paged:
 
     def __init__(self, spec: AttentionSpec, lengths: list[tuple[int, int]]) -> None:
         counts = [-(-keys // spec.page_size) for _, keys in lengths]
-        cache = CacheSpec(1, spec.page_size, spec.num_kv_heads, spec.head_dim, spec.dtype)
+        sizes = (1, spec.page_size, spec.num_kv_heads, spec.head_dim)
+        cache = CacheSpec(*sizes, spec.dtype, keys_only=spec.value_dim is not None)
         self.spec = spec
         self.lengths = lengths
         self.cache: LayerCache = allocate(cache, sum(counts) + 2, spec.device)[0]

@@ -31,7 +31,7 @@ class Paged:
     """Random rows in shuffled pages. Whatever belongs to no row is NaN.
 
     scales: of an fp8 cache, whose rows are what can be read from it; None for a cache in `dtype`.
-    softcap, alibi, sinks: as in AttentionSpec and in AttentionBackend.forward.
+    softcap, alibi, sinks, value_dim: as in AttentionSpec and in AttentionBackend.forward.
     """
 
     lengths: list[tuple[int, int]]
@@ -44,15 +44,15 @@ class Paged:
     softcap: float | None = None
     alibi: tuple[float, ...] | None = None
     sinks: Tensor | None = None
+    value_dim: int | None = None
 
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(3)
         counts = [-(-keys // self.page_size) for _, keys in self.lengths]
         num_pages = sum(counts) + 2
         shape = (1, self.page_size, self.heads[1], self.head_dim)
-        spec = CacheSpec(*shape, self.dtype)
-        if self.scales is not None:
-            spec = CacheSpec(*shape, FP8, (self.scales,))
+        dtype, scales = (self.dtype, ()) if self.scales is None else (FP8, (self.scales,))
+        spec = CacheSpec(*shape, dtype, scales, keys_only=self.value_dim is not None)
         self.cache: LayerCache = allocate(spec, num_pages, CPU)[0]
         self.cache.keys.fill_(math.nan)
         self.cache.values.fill_(math.nan)
@@ -88,6 +88,7 @@ class Paged:
             softcap=self.softcap,
             sinks=self.sinks is not None,
             alibi=self.alibi,
+            value_dim=self.value_dim,
         )
 
     def run(self, scale: float = 0.4, kind: type[AttentionBackend] = SdpaAttention) -> Tensor:
@@ -126,7 +127,9 @@ def check(
     paged: Paged, tolerance: float = 1e-5, kind: type[AttentionBackend] = SdpaAttention
 ) -> None:
     expected = torch.cat([naive(paged, row) for row in range(len(paged.rows))])
-    torch.testing.assert_close(paged.run(kind=kind).double(), expected, atol=tolerance, rtol=0)
+    own = slice(paged.value_dim)
+    found = paged.run(kind=kind).double()[..., own]
+    torch.testing.assert_close(found, expected[..., own], atol=tolerance, rtol=0)
 
 
 @pytest.mark.parametrize("page_size", [16, 128, 256])
@@ -139,6 +142,13 @@ def test_equals_the_equation(lengths: list[tuple[int, int]], page_size: int) -> 
 @pytest.mark.parametrize("head_dim", [8, 20])
 def test_head_shapes(heads: tuple[int, int], head_dim: int) -> None:
     check(Paged(STEPS["all kinds"], 16, heads, head_dim))
+
+
+@pytest.mark.parametrize("scales", [None, CacheScales(0.03, 0.03)])
+def test_values_that_are_the_keys_first_numbers(scales: CacheScales | None) -> None:
+    paged = Paged(STEPS["all kinds"], 16, (6, 1), 20, value_dim=16, scales=scales)
+    assert paged.cache.values is paged.cache.keys
+    check(paged)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -87,6 +87,16 @@ def test_head_shapes(heads: tuple[int, int], head_dim: int, kind: type[Attention
     check(Paged(LENGTHS, 7, heads, head_dim), kind=kind)
 
 
+@pytest.mark.parametrize(("width", "value_dim"), [(20, 16), (40, 24), (24, 8)])
+@pytest.mark.parametrize("lengths", [LENGTHS, STEPS["decode, far apart"], STEPS["chunks"]])
+def test_values_that_are_the_keys_first_numbers(
+    lengths: list[tuple[int, int]], width: int, value_dim: int, kind: type[AttentionBackend]
+) -> None:
+    paged = Paged(lengths, 16, (20, 1), width, value_dim=value_dim)
+    check(paged, kind=kind)
+    check(replace(paged, window=40, softcap=2.0), kind=kind)
+
+
 def test_half_precision(kind: type[AttentionBackend]) -> None:
     """In float16: the interpreter takes bfloat16's bits for integers."""
     check(Paged(LENGTHS, 16, dtype=torch.float16, **RULES["all"]), 0.01, kind)
