@@ -51,8 +51,7 @@ def rotate_and_store(
     are in the cache already. norms: of heads, before the rotation. overwrites: whether q may be.
     """
     if cache.keys_only:
-        assert angles is None, "of latents a part is rotated, before they are put together"
-        return _store_latents(parts, cache, slots, stored)
+        return _store_latents(parts, angles, cache, slots, stored)
     if stored is None and _writable(cache) and (fused := _fused(parts, angles)) is not None:
         found: Tensor = fused.rotate_and_store(parts, angles, cache, slots, norms, overwrites)
         return found
@@ -67,13 +66,26 @@ def rotate_and_store(
 
 
 def _store_latents(
-    parts: Sequence[Tensor], cache: LayerCache, slots: Tensor, stored: Tensor | None
+    parts: Sequence[Tensor],
+    angles: Angles | None,
+    cache: LayerCache,
+    slots: Tensor,
+    stored: Tensor | None,
 ) -> Tensor:
-    """Store k, which begins with v; return q."""
+    """Rotate the last numbers of q and k, which may be changed; store k, return q."""
     q, k, _ = parts
+    assert q.is_contiguous(), "latents and queries are put together for this"
+    if angles is not None:
+        fused = fused_ops(q.device) if stored is None and not cache.quantised else None
+        if fused is not None and all(each.is_contiguous() for each in angles[:2]):
+            fused.store_latents(q, k, angles, cache, slots)
+            return q
+        for part in (q, k):
+            tail = part[..., part.shape[-1] - angles.cos.shape[-1] :]
+            tail.copy_(rotate(tail, *angles))
     own = (k, slots) if stored is None else (k[stored], slots[stored])
     cache.store(own[0], own[0], own[1])
-    return q.contiguous()
+    return q
 
 
 def rotate_queries(q: Tensor, angles: Angles | None, norms: HeadNorms | None) -> Tensor:

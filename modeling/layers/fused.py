@@ -30,6 +30,7 @@ class FusedOps:
     rotate_and_store: ((q, k, v) [tokens, heads or kv_heads, head_dim], (cos, sin), cache, slots,
     norms or None) to the rotation of q; k and v go to the cache, as LayerCache.store. A last
     argument: whether q is overwritten.
+    store_latents: (q, k, angles, cache, slots): rotates the last numbers of heads, and stores k.
     angles: (int64 positions [tokens], float32 frequencies [sets, n], scale, type) to (cos, sin)
     [tokens, 1, 2 * n], as Rotary.angles.
     best: logits [rows, vocab] to int64 [rows], each row's argmax, the lowest id of equals.
@@ -40,6 +41,7 @@ class FusedOps:
     gelu_tanh_mul: Callable[[Tensor], Tensor]
     gated_mul: Callable[[Tensor, Tensor, bool], Tensor]
     rotate_and_store: Callable[..., Tensor]
+    store_latents: Callable[..., None]
     angles: Callable[[Tensor, Tensor, float, torch.dtype], tuple[Tensor, Tensor]]
     best: Callable[[Tensor], Tensor]
 
@@ -72,7 +74,7 @@ def fused_ops(device: torch.device) -> FusedOps | None:
 def _triton_ops() -> FusedOps | None:
     try:
         # Here, not above: Triton comes with CUDA builds of torch only.
-        from modeling.layers.kernels import operations, rows
+        from modeling.layers.kernels import latents, operations, rows
     except ImportError:
         return None
     return FusedOps(
@@ -81,6 +83,7 @@ def _triton_ops() -> FusedOps | None:
         gelu_tanh_mul=rows.gelu_tanh_mul,
         gated_mul=rows.gated_mul,
         rotate_and_store=operations.rotate_and_store,
+        store_latents=latents.store_latents,
         angles=operations.angles,
         best=operations.best,
     )

@@ -34,6 +34,7 @@ from modeling.attention.triton.forms import (
     prefill_form,
     widened,
 )
+from modeling.attention.triton.latents import latent_decode_kernel, latent_prefill_kernel
 from modeling.attention.triton.prefill import TILE_WORDS, prefill_kernel
 from modeling.kernels.launch import Launcher, aligned, has_dependent_launch, launch_options
 from modeling.transfer import pack_to_device
@@ -110,19 +111,20 @@ class TritonAttention(AttentionBackend):
         shared, processors = device_sizes(spec.device)
         self.decode_form = decode_form(spec, shared, processors)
         self.prefill_form = prefill_form(spec, shared)
-        self._launch_decode = Launcher(decode_kernel)
-        self._launch_prefill = Launcher(prefill_kernel)
+        is_latent = spec.value_dim is not None
+        self._launch_decode = Launcher(latent_decode_kernel if is_latent else decode_kernel)
+        self._launch_prefill = Launcher(latent_prefill_kernel if is_latent else prefill_kernel)
         self._dependent = has_dependent_launch(spec.device)
         self._value_dim = spec.head_dim if spec.value_dim is None else spec.value_dim
         slopes = spec.alibi or (0.0,) * spec.num_heads
         self._slopes = torch.tensor(slopes, dtype=torch.float32, device=spec.device)
         self._scores = {
             "HEAD_DIM": spec.head_dim,
-            "VALUE_DIM": self._value_dim,
             "BLOCK_D": padded_head(spec),
-            "BLOCK_REST": padded_rest(spec),
             "PDL": self._dependent,
         }
+        if is_latent:
+            self._scores |= {"VALUE_DIM": self._value_dim, "BLOCK_REST": padded_rest(spec)}
         self._cache = {
             "KV_HEADS": spec.num_kv_heads,
             "GROUP": spec.num_heads // spec.num_kv_heads,
@@ -142,6 +144,9 @@ class TritonAttention(AttentionBackend):
             return f"has no kernels for a cache of {spec.cache_dtype}"
         if (spec.value_dim or spec.head_dim) > MAX_HEAD_DIM:
             return f"head_dim {spec.value_dim or spec.head_dim} is larger than {MAX_HEAD_DIM}"
+        own = spec.sinks, spec.softcap, spec.alibi
+        if spec.value_dim is not None and (spec.num_kv_heads > 1 or any(own)):
+            return "has latents of one head, without sinks, cap or ALiBi, alone"
         if spec.cache_dtype == FP8 and torch.cuda.get_device_capability(spec.device) < (8, 9):
             return "this GPU has no fp8 numbers: set cache.dtype to auto"
         return None

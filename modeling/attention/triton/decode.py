@@ -17,13 +17,13 @@ from modeling.attention.triton.scores import LOG2_E, NEVER, attend_block, pages_
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _first_key(length: "Any", num_queries: "Any", window: "Any") -> "Any":
+def first_key(length: "Any", num_queries: "Any", window: "Any") -> "Any":
     """The first key that the first of a row's queries sees."""
     return tl.maximum(length - num_queries + 1 - window, 0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _splits(
+def splits_of(
     seen: "Any", MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK_N: tl.constexpr
 ) -> "Any":
     """(number, keys in each) of the splits of a row that sees so many keys."""
@@ -33,7 +33,7 @@ def _splits(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _blocks(
+def blocks_of(
     seen: "Any", count: "Any", width: "Any", program: "Any", programs: "Any", BLOCK_N: tl.constexpr
 ) -> "Any":
     """How many blocks of keys splits program, program + programs, ... of a row have together."""
@@ -44,7 +44,7 @@ def _blocks(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _lines(
+def lines(
     GROUP: tl.constexpr, QUERIES: tl.constexpr, PACKED: tl.constexpr, M: tl.constexpr
 ) -> "Any":
     """(query, head, whether there is one) of each of M lines of a program's tile."""
@@ -57,7 +57,7 @@ def _lines(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _combined(
+def combined(
     acc: "Any", top: "Any", total: "Any", other: "Any", other_top: "Any", other_total: "Any"
 ) -> "Any":
     """(acc, top, total) of two parts of a row's keys, as `attend_block` has them of each.
@@ -65,19 +65,19 @@ def _combined(
     A compiler may contract a sum of two products in two ways, so it is left no choice.
     """
     higher = tl.maximum(top, other_top)
-    kept, added = tl.exp2(top - higher), tl.exp2(other_top - higher)
-    acc = tl.fma(acc, kept[:, None], other * added[:, None])
-    return acc, higher, tl.fma(total, kept, other_total * added)
+    kept, more = tl.exp2(top - higher), tl.exp2(other_top - higher)
+    acc = tl.fma(acc, kept[:, None], other * more[:, None])
+    return acc, higher, tl.fma(total, kept, other_total * more)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _added(
+def added(
     partials: "Any",
     sums: "Any",
     index: "Any",
     live: "Any",
     count: "Any",
-    VALUE_DIM: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     LIVE_M: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -87,33 +87,33 @@ def _added(
     CHUNK splits are loaded before the first of them is added: one wait for all.
     """
     d = tl.arange(0, BLOCK_D)
-    mask = live[:, None] & (d < VALUE_DIM)[None, :]
+    mask = live[:, None] & (d < HEAD_DIM)[None, :]
     row_acc = tl.zeros([LIVE_M, BLOCK_D], dtype=tl.float32)
     row_top = tl.full([LIVE_M], NEVER, dtype=tl.float32)
     row_total = tl.zeros([LIVE_M], dtype=tl.float32)
     for start in range(0, count, CHUNK):
-        at = partials + (index + start)[:, None] * VALUE_DIM + d[None, :]
+        at = partials + (index + start)[:, None] * HEAD_DIM + d[None, :]
         own = sums + (index + start) * 2
         accs, tops, totals = (), (), ()
         for each in tl.static_range(CHUNK):
             more = start + each < count
             inside = live & more
             # .cg: past the first-level cache, which may lack other programs' stores.
-            acc = tl.load(at + each * VALUE_DIM, mask & more, 0.0, cache_modifier=".cg")
+            acc = tl.load(at + each * HEAD_DIM, mask & more, 0.0, cache_modifier=".cg")
             top = tl.load(own + each * 2, inside, NEVER, cache_modifier=".cg")
             total = tl.load(own + each * 2 + 1, inside, 0.0, cache_modifier=".cg")
             accs = accs + (acc,)  # type: ignore[assignment]  # noqa: RUF005
             tops = tops + (top,)  # type: ignore[assignment]  # noqa: RUF005
             totals = totals + (total,)  # type: ignore[assignment]  # noqa: RUF005
         for each in tl.static_range(CHUNK):
-            row_acc, row_top, row_total = _combined(
+            row_acc, row_top, row_total = combined(
                 row_acc, row_top, row_total, accs[each], tops[each], totals[each]
             )
     return row_acc, row_top, row_total
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _finish(
+def finish(
     acc: "Any",
     top: "Any",
     total: "Any",
@@ -129,7 +129,10 @@ def _finish(
     BLOCK_D: tl.constexpr,
     SINKS: tl.constexpr,
 ) -> None:
-    """Store what all splits of a row give: of each line of a tile its token, head, whether live."""
+    """Store what all splits of a row give: of each line of a tile its token, head, whether live.
+
+    VALUE_DIM: numbers of a head that have meaning, of HEAD_DIM.
+    """
     # Nothing was added up in memory for lines without a query.
     total = tl.where(live, total, 1.0)
     if SINKS:
@@ -184,9 +187,7 @@ def decode_kernel(
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_REST: tl.constexpr,
     QUERIES: tl.constexpr,
     PACKED: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -211,7 +212,7 @@ def decode_kernel(
     tokens, offsets, lengths, row_queries: int32 [rows]: the index of a row's first token in q and
     out, where its pages' numbers start in `tables`, its keys, its queries. QUERIES tokens of q and
     out belong to a row; what is computed for those behind its queries means nothing.
-    partials: float32 [rows, QUERIES, heads, max_count, VALUE_DIM], max_count: splits of a row at
+    partials: float32 [rows, QUERIES, heads, max_count, HEAD_DIM], max_count: splits of a row at
     most; sums: [.., max_count, 2], each split's largest score and sum of weights. arrived: int32
     zeros [rows, blocks of heads], zeros again afterwards. window: keys that are seen at most.
     factor: of the output. LIVE_M: a power of two that holds a tile's lines, which BLOCK_M may
@@ -231,8 +232,8 @@ def decode_kernel(
     num_queries = 1
     if QUERIES > 1:
         num_queries = tl.load(row_queries + own)
-    first = _first_key(length, num_queries, window)
-    count, width = _splits(length - first, MIN_SPLIT, MAX_SPLITS, BLOCK_N)
+    first = first_key(length, num_queries, window)
+    count, width = splits_of(length - first, MIN_SPLIT, MAX_SPLITS, BLOCK_N)
     programs = tl.minimum(tl.maximum(usual, tl.cdiv(length - first, most_keys)), count)
     programs = tl.minimum(programs, tl.num_programs(2))
     is_alone = programs == 1
@@ -240,8 +241,8 @@ def decode_kernel(
     if program >= programs:
         return
     d = tl.arange(0, BLOCK_D)
-    query, head, live = _lines(GROUP, QUERIES, PACKED, BLOCK_M)
-    mask = live[:, None] & (d < VALUE_DIM)[None, :]
+    query, head, live = lines(GROUP, QUERIES, PACKED, BLOCK_M)
+    mask = live[:, None] & (d < HEAD_DIM)[None, :]
     slope = tl.zeros([BLOCK_M], dtype=tl.float32)
     if ALIBI:
         slope = tl.load(slopes + head, mask=live, other=0.0) * LOG2_E
@@ -259,19 +260,13 @@ def decode_kernel(
     if PDL:
         gdc_wait()
     queries = tl.load(q + at[:, None] + d[None, :], mask=mask, other=0.0)
-    rest = queries
-    if BLOCK_REST > 0:
-        e = VALUE_DIM + tl.arange(0, BLOCK_REST)
-        others = live[:, None] & (e < HEAD_DIM)[None, :]
-        rest = tl.load(q + at[:, None] + e[None, :], mask=others, other=0.0)
     # One loop over all blocks, so that loads go on where a split ends.
-    for _ in range(_blocks(length - first, count, width, program, programs, BLOCK_N)):
+    for _ in range(blocks_of(length - first, count, width, program, programs, BLOCK_N)):
         ends = start + BLOCK_N >= tl.minimum(first + (split + 1) * width, length)
         after = tl.where(ends, first + (split + programs) * width, start + BLOCK_N)
         following = pages_of(table, after, length, BLOCK_N, PAGE)
         acc, top, total = attend_block(
             queries,
-            rest,
             acc,
             top,
             total,
@@ -288,9 +283,7 @@ def decode_kernel(
             cap,
             KV_HEADS,
             HEAD_DIM,
-            VALUE_DIM,
             BLOCK_D,
-            BLOCK_REST,
             BLOCK_N,
             PAGE,
             CAPPED,
@@ -300,12 +293,10 @@ def decode_kernel(
         )
         if ends:
             if is_alone:
-                row_acc, row_top, row_total = _combined(
-                    row_acc, row_top, row_total, acc, top, total
-                )
+                row_acc, row_top, row_total = combined(row_acc, row_top, row_total, acc, top, total)
             else:
                 one = index + split
-                tl.store(partials + one[:, None] * VALUE_DIM + d[None, :], acc, mask=mask)
+                tl.store(partials + one[:, None] * HEAD_DIM + d[None, :], acc, mask=mask)
                 tl.store(sums + one * 2, top, mask=live)
                 tl.store(sums + one * 2 + 1, total, mask=live)
             acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
@@ -314,9 +305,9 @@ def decode_kernel(
             split += programs
         start, pages = after, following
     if is_alone:
-        _finish(
+        finish(
             row_acc, row_top, row_total, out, sinks, token + query, head, live, factor,
-            HEADS, HEAD_DIM, VALUE_DIM, BLOCK_D, SINKS,
+            HEADS, HEAD_DIM, HEAD_DIM, BLOCK_D, SINKS,
         )  # fmt: skip
     else:
         # One thread counts the arrival for all: the barrier puts every thread's stores before it,
@@ -327,12 +318,12 @@ def decode_kernel(
             # Zero again for the next launch, which begins to add only after this one has ended.
             tl.atomic_xchg(cell, 0, sem="relaxed")
             # Without the lines that fill the tile up.
-            queried, headed, filled = _lines(GROUP, QUERIES, PACKED, LIVE_M)
+            queried, headed, filled = lines(GROUP, QUERIES, PACKED, LIVE_M)
             parts = ((own.to(tl.int64) * QUERIES + queried) * HEADS + headed) * max_count
-            all_acc, all_top, all_total = _added(
-                partials, sums, parts, filled, count, VALUE_DIM, BLOCK_D, LIVE_M, CHUNK
+            all_acc, all_top, all_total = added(
+                partials, sums, parts, filled, count, HEAD_DIM, BLOCK_D, LIVE_M, CHUNK
             )
-            _finish(
+            finish(
                 all_acc, all_top, all_total, out, sinks, token + queried, headed, filled, factor,
-                HEADS, HEAD_DIM, VALUE_DIM, BLOCK_D, SINKS,
+                HEADS, HEAD_DIM, HEAD_DIM, BLOCK_D, SINKS,
             )  # fmt: skip

@@ -15,6 +15,9 @@ LARGE_SHARED = 3 * 2**16
 LEAST_TILE = 16
 """Lines of a product's first factor, at least."""
 
+LATENT_HEADS, LATENT_SPLITS = 32, 32
+"""Heads of a tile at most that share latents, and splits of a row."""
+
 LOADED_NUMBERS = 4096
 """Numbers of splits' results that a program loads at once: 32 of a thread."""
 
@@ -89,6 +92,8 @@ def decode_form(spec: AttentionSpec, shared: int, processors: int) -> DecodeForm
 
     shared: bytes of shared memory that one program may take. processors: multiprocessors.
     """
+    if spec.value_dim is not None:
+        return _latent_decode_form(spec, shared, processors)
     width = padded_head(spec)
     group = spec.num_heads // spec.num_kv_heads
     packed = min(group, _most_rows(width))
@@ -99,13 +104,9 @@ def decode_form(spec: AttentionSpec, shared: int, processors: int) -> DecodeForm
     if spec.dtype != torch.float32 and width == 128:
         # Four programs of a multiprocessor at once, instead of two with blocks of 64 keys.
         keys, registers = 32, 128
-    if spec.dtype != torch.float32 and spec.value_dim is not None:
-        # A block is loaded once, not as keys and as values.
-        keys *= 2
     tiles = spec.num_kv_heads * -(-group // packed)
     stages = 3 if shared >= SMALL_SHARED else 2
-    block = keys * (2 * width if spec.value_dim is None else width + padded_rest(spec))
-    taken = stages * block * (spec.cache_dtype or spec.dtype).itemsize
+    taken = 2 * stages * keys * width * (spec.cache_dtype or spec.dtype).itemsize
     return DecodeForm(
         rows=_power(packed),
         packed=packed,
@@ -120,9 +121,30 @@ def decode_form(spec: AttentionSpec, shared: int, processors: int) -> DecodeForm
     )
 
 
+def _latent_decode_form(spec: AttentionSpec, shared: int, processors: int) -> DecodeForm:
+    """For rows of one token over latents: one program of a multiprocessor at once."""
+    packed, (keys, stages) = _latent_heads(spec), _latent_blocks(spec, shared)
+    return DecodeForm(_power(packed), packed, keys, 8, stages, 128, LATENT_SPLITS, processors)
+
+
+def _latent_heads(spec: AttentionSpec) -> int:
+    """Heads of a tile over latents, in tiles of about as many."""
+    most = LEAST_TILE if spec.dtype == torch.float32 else LATENT_HEADS
+    return -(-spec.num_heads // -(-spec.num_heads // most))
+
+
+def _latent_blocks(spec: AttentionSpec, shared: int) -> tuple[int, int]:
+    """Keys of a block of latents, and stages: warpgroups' instructions take 64 at a time."""
+    if spec.dtype == torch.float32:
+        return 16, 1
+    return (64, 2) if shared >= LARGE_SHARED else (32 if shared >= SMALL_SHARED else 16, 2)
+
+
 def widened(form: DecodeForm, spec: AttentionSpec, queries: int) -> DecodeForm:
     """The form for rows of up to so many tokens, which are in one tile."""
     most = _most_rows(padded_head(spec))
+    if spec.value_dim is not None:
+        most = LATENT_HEADS
     if spec.dtype == torch.float32:
         most = min(most, 32)
     packed = min(spec.num_heads // spec.num_kv_heads, max(1, most // queries))
@@ -134,6 +156,11 @@ def widened(form: DecodeForm, spec: AttentionSpec, queries: int) -> DecodeForm:
 
 def prefill_form(spec: AttentionSpec, shared: int) -> PrefillForm:
     """shared: bytes of shared memory that one program may take."""
+    if spec.value_dim is not None:
+        packed, (keys, stages) = _latent_heads(spec), _latent_blocks(spec, shared)
+        return PrefillForm(
+            64 if keys == 64 else max(LEAST_TILE, _power(packed)), packed, keys, 8, stages
+        )
     width = padded_head(spec)
     packed = min(8, spec.num_heads // spec.num_kv_heads)
     large = shared >= SMALL_SHARED

@@ -38,9 +38,7 @@ def prefill_kernel(
     GROUP: tl.constexpr,
     PACKED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_REST: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WORDS: tl.constexpr,
@@ -83,14 +81,9 @@ def prefill_kernel(
     if PDL:
         gdc_wait()
 
-    mask = live[:, None] & (d < VALUE_DIM)[None, :]
+    mask = live[:, None] & (d < HEAD_DIM)[None, :]
     at = (token + query) * Q_STRIDE + head * HEAD_DIM
     queries = tl.load(q + at[:, None] + d[None, :], mask=mask, other=0.0)
-    rest = queries
-    if BLOCK_REST > 0:
-        e = VALUE_DIM + tl.arange(0, BLOCK_REST)
-        others = live[:, None] & (e < HEAD_DIM)[None, :]
-        rest = tl.load(q + at[:, None] + e[None, :], mask=others, other=0.0)
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     top = tl.full([BLOCK_M], NEVER, dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
@@ -101,7 +94,6 @@ def prefill_kernel(
         following = pages_of(table, block + BLOCK_N, stop, BLOCK_N, PAGE)
         acc, top, total = attend_block(
             queries,
-            rest,
             acc,
             top,
             total,
@@ -118,9 +110,7 @@ def prefill_kernel(
             cap,
             KV_HEADS,
             HEAD_DIM,
-            VALUE_DIM,
             BLOCK_D,
-            BLOCK_REST,
             BLOCK_N,
             PAGE,
             CAPPED,
@@ -137,7 +127,6 @@ def prefill_kernel(
         following = pages_of(table, at, stop, BLOCK_N, PAGE)
         acc, top, total = attend_block(
             queries,
-            rest,
             acc,
             top,
             total,
@@ -154,9 +143,7 @@ def prefill_kernel(
             cap,
             KV_HEADS,
             HEAD_DIM,
-            VALUE_DIM,
             BLOCK_D,
-            BLOCK_REST,
             BLOCK_N,
             PAGE,
             CAPPED,

@@ -37,7 +37,6 @@ def pages_of(
 @triton.jit  # type: ignore[untyped-decorator]
 def attend_block(
     q: "Any",
-    rest: "Any",
     acc: "Any",
     top: "Any",
     total: "Any",
@@ -54,9 +53,7 @@ def attend_block(
     cap: "Any",
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_REST: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PAGE: tl.constexpr,
     CAPPED: tl.constexpr,
@@ -66,9 +63,7 @@ def attend_block(
 ) -> "Any":
     """(acc, top, total) after the keys start .. start + BLOCK_N - 1, those below `stop` only.
 
-    pages: as `pages_of` found them. q: [M, BLOCK_D], the numbers that meet VALUE_DIM numbers of a
-    key. BLOCK_REST: a power of two that holds a key's others, where its first are its value; rest:
-    [M, BLOCK_REST], what meets them. 0: all meet q, and values lie elsewhere.
+    pages: as `pages_of` found them.
 
     acc: [M, BLOCK_D], weights times values; top: [M], the largest score; total: [M], the sum of
     weights. positions: [M], the queries'. scale: of the scores, with log2(e); CAPPED: as
@@ -78,20 +73,12 @@ def attend_block(
     at = start + tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
     inside = at < stop
-    mask = (d < VALUE_DIM)[None, :]
+    mask = (d < HEAD_DIM)[None, :]
     if ENDS:
         mask = mask & inside[:, None]
     rows = ((pages.to(tl.int64) * PAGE + at % PAGE) * KV_HEADS + kv_head) * HEAD_DIM
     k = tl.load(keys + rows[:, None] + d[None, :], mask=mask, other=0.0)
-    scores = product(q, tl.trans(k), tl.zeros([q.shape[0], BLOCK_N], dtype=tl.float32))
-    if BLOCK_REST > 0:
-        e = VALUE_DIM + tl.arange(0, BLOCK_REST)
-        others = (e < HEAD_DIM)[None, :]
-        if ENDS:
-            others = others & inside[:, None]
-        more = tl.load(keys + rows[:, None] + e[None, :], mask=others, other=0.0)
-        scores = product(rest, tl.trans(more), scores)
-    scores = scores * scale
+    scores = product(q, tl.trans(k), tl.zeros([q.shape[0], BLOCK_N], dtype=tl.float32)) * scale
     if CAPPED:
         scores = cap * (2 * tl.sigmoid(scores) - 1)  # tanh
     if ALIBI:
@@ -105,9 +92,7 @@ def attend_block(
     weights = tl.exp2(scores - higher[:, None])
     shrunk = tl.exp2(top - higher)
     total = total * shrunk + tl.sum(weights, axis=1)
-    v = k
-    if BLOCK_REST == 0:
-        v = tl.load(values + rows[:, None] + d[None, :], mask=mask, other=0.0)
+    v = tl.load(values + rows[:, None] + d[None, :], mask=mask, other=0.0)
     acc = product(weights.to(q.dtype), v, acc * shrunk[:, None])
     return acc, higher, total
 

@@ -67,15 +67,15 @@ def _best(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _route(
-    x: "Any", weight: "Any", bias: "Any", logits: "Any", ids: "Any", shares: "Any", arrived: "Any",
+def store_logits(
+    x: "Any", weight: "Any", bias: "Any", logits: "Any", arrived: "Any",
     INPUTS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr, HAS_BIAS: tl.constexpr,
-    EXPERTS: tl.constexpr, WIDTH: tl.constexpr, ACTIVE: tl.constexpr, SUMMED: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
-    """A few logits of one token; the last program to arrive finds the token's experts.
+    EXPERTS: tl.constexpr, PDL: tl.constexpr,
+) -> "Any":
+    """Store a few logits of one token; returns whether all others of the token are stored.
 
-    COLUMNS: the power of two that holds INPUTS. arrived: int32 zeros, which it leaves as zeros.
+    COLUMNS: the power of two that holds INPUTS. arrived: int32 zeros; who finds the others stored
+    sets the token's to zero again.
     """
     token, k = tl.program_id(1), tl.arange(0, COLUMNS)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -94,8 +94,21 @@ def _route(
     tl.store(logits + token * EXPERTS + n, found.to(logits.dtype.element_ty), mask=n < EXPERTS)
     # As in `modeling.kernels.tiles.store_tile`: stores, the barrier, one arrival for all.
     tl.debug_barrier()
-    before = tl.atomic_add(arrived + token, 1, sem="acq_rel")
-    if before == tl.num_programs(0) - 1:
+    return tl.atomic_add(arrived + token, 1, sem="acq_rel") == tl.num_programs(0) - 1
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _route(
+    x: "Any", weight: "Any", bias: "Any", logits: "Any", ids: "Any", shares: "Any", arrived: "Any",
+    INPUTS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr, HAS_BIAS: tl.constexpr,
+    EXPERTS: tl.constexpr, WIDTH: tl.constexpr, ACTIVE: tl.constexpr, SUMMED: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """A few logits of one token; the last program to arrive finds the token's experts."""
+    token = tl.program_id(1)
+    if store_logits(
+        x, weight, bias, logits, arrived, INPUTS, COLUMNS, BLOCK_N, HAS_BIAS, EXPERTS, PDL
+    ):
         e = tl.arange(0, WIDTH)
         every = tl.load(
             logits + token * EXPERTS + e, mask=e < EXPERTS, other=-float("inf"),

@@ -15,10 +15,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from modeling.adapters.product import ExpertDeltas
+from modeling.layers.choice import Choice
 from modeling.models.generic.comparing import same
 
 HALF = (torch.bfloat16, torch.float16)
 """Types of weights that the kernels take."""
+
+_SCORED = {"weight", "e_score_correction_bias"}
+"""What a router has that chooses by scores of its own."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,7 @@ class ExpertKernels:
     """The kernels of a model's device, and the counters that its layers share."""
 
     def __init__(self, device: torch.device) -> None:
-        self._kernels, self._routing = _kernels(device)
+        self._kernels, self._routing, self._scored = _kernels(device)
         self._device = device
         self._zeros: dict[int, Tensor] = {}
 
@@ -86,18 +90,26 @@ class ExpertKernels:
         return FusedExperts(kernels, plain, (up, down), counts)
 
     def router(self, module: Any) -> Callable[..., tuple[Tensor, Tensor, Tensor]] | None:
-        """The kernel instead of a router that takes the best of a softmax; None for others."""
+        """The kernel instead of a router that takes the best of a softmax, or of scores.
+
+        None for others.
+        """
         weight = module.weight
         if self._routing is None:
             return None
         active = getattr(module, "top_k", None)
+        zeros = self._counters(self._routing.MOST_ROUTED)
+        correction = getattr(module, "e_score_correction_bias", None)
+        if correction is not None:
+            choice = _choice_of(module, weight, correction)
+            own = partial(_route_scored, self._scored, module)
+            return None if choice is None else partial(own, choice, zeros)
         if not isinstance(active, int) or weight.dtype not in HALF:
             return None
         for summed in (True, False):
             if _takes_best(module, active, summed):
-                zeros = self._counters(self._routing.MOST_ROUTED)
-                own = (weight, getattr(module, "bias", None))
-                return partial(_route, self._routing, own, active, summed, zeros)
+                both = (weight, getattr(module, "bias", None))
+                return partial(_route, self._routing, both, active, summed, zeros)
         return None
 
     def _counters(self, count: int) -> Tensor:
@@ -121,16 +133,60 @@ def _route(
     return found
 
 
-def _kernels(device: torch.device) -> tuple[Any, Any]:
-    """The modules of experts' kernels and of routers'."""
+def _kernels(device: torch.device) -> tuple[Any, Any, Any]:
+    """The modules of experts' kernels and of routers', by a softmax and by scores."""
     if device.type != "cuda":
-        return None, None
+        return None, None, None
     try:
         # Here, not above: Triton comes with CUDA builds of torch only.
-        from modeling.layers.kernels import experts, routing
+        from modeling.layers.kernels import experts, routing, scored_routing
     except ImportError:
-        return None, None
-    return experts, routing
+        return None, None, None
+    return experts, routing, scored_routing
+
+
+def _route_scored(
+    routing: Any, module: Any, choice: Choice, zeros: Tensor, hidden_states: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(logits, weights of the best, their ids)."""
+    x = hidden_states.flatten(0, -2).contiguous()
+    own = (module.weight, module.e_score_correction_bias)
+    found: tuple[Tensor, Tensor, Tensor] = routing.route(x, *own, choice, zeros)
+    return found
+
+
+@torch.inference_mode()
+def _choice_of(module: Any, weight: Tensor, correction: Tensor) -> Choice | None:
+    """How a router chooses by scores, as its own names say and a trial confirms, or None."""
+    active, groups = getattr(module, "top_k", None), getattr(module, "num_group", 1)
+    kept, summed = getattr(module, "topk_group", 1), getattr(module, "norm_topk_prob", True)
+    if not isinstance(active, int) or not isinstance(groups, int) or not isinstance(kept, int):
+        return None
+    if len(weight) % groups or {name for name, _ in module.named_parameters()} - _SCORED:
+        return None
+    factor = float(getattr(module, "routed_scaling_factor", 1.0))
+    choice = Choice(active, bool(summed), groups, kept, factor)
+    generator = torch.Generator().manual_seed(0)
+    x, own = torch.randn(5, weight.shape[1], generator=generator), weight.detach().float().cpu()
+    bias = torch.rand(len(weight), generator=generator)
+    logits = F.linear(x, own)
+    probe = copy.copy(module)
+    probe._parameters, probe._buffers = {}, {}
+    probe.weight, probe.e_score_correction_bias = own, bias
+    try:
+        found = type(module).forward(probe, x)
+    except (RuntimeError, AttributeError, TypeError):
+        return None
+    if not isinstance(found, tuple) or len(found) != 3 or found[2].dtype != torch.int64:
+        return None
+    wanted = logits, _by_expert(*choice.weights(logits, bias), len(own))
+    is_alike = same(found[0], wanted[0]) and same(_by_expert(*found[1:], len(own)), wanted[1])
+    return choice if is_alike else None
+
+
+def _by_expert(weights: Tensor, ids: Tensor, count: int) -> Tensor:
+    """[tokens, count], zeros for experts that were not chosen: ids come in any order."""
+    return weights.new_zeros(len(ids), count).scatter(1, ids, weights)
 
 
 def is_silu(module: Any) -> bool:

@@ -27,8 +27,8 @@ from modeling.models.generic.step import CurrentStep
 
 logger = logging.getLogger("loray.modeling")
 
-ROTATION = "apply_rotary_pos_emb"
-"""transformers' name of the function that rotates q and k, in each family's own module."""
+ROTATIONS = ("apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave")
+"""transformers' names of the functions that rotate q and k, in each family's own module."""
 
 OF_POSITIONS = ("get_llama_4_attn_scale",)
 """Functions of a step's positions, which every layer calls with the same arguments."""
@@ -188,12 +188,11 @@ def _defer_rotation(module: nn.Module, step: CurrentStep) -> bool:
     forward = _undecorated(type(module).forward)
     scope: dict[str, Any] = getattr(forward, "__globals__", {})
     code = getattr(forward, "__code__", None)
-    if not hasattr(module, "layer_idx") or code is None or ROTATION not in code.co_names:
-        return False
-    if ROTATION not in scope:
+    names = [name for name in ROTATIONS if name in scope and name in getattr(code, "co_names", ())]
+    if not hasattr(module, "layer_idx") or code is None or not names:
         return False
     replaced = {name: partial(step.once, scope[name]) for name in OF_POSITIONS if name in scope}
-    replaced[ROTATION] = partial(step.defer_rotation, scope[ROTATION])
+    replaced |= {name: partial(step.defer_rotation, scope[name]) for name in names}
     own = FunctionType(
         code,
         {**scope, **replaced},
@@ -221,7 +220,8 @@ def _defer_norms(causal: nn.Module, step: CurrentStep) -> int:
     """Let attention norm the heads of q, k and v itself where it rotates; return how many norms."""
     count = 0
     for module in list(causal.modules()):
-        if ROTATION not in getattr(module.__dict__.get("forward"), "__globals__", {}):
+        scope = getattr(module.__dict__.get("forward"), "__globals__", {})
+        if not any(name in scope for name in ROTATIONS):
             continue
         for name in ("q_norm", "k_norm", "v_norm"):
             norm, width = getattr(module, name, None), getattr(module, "head_dim", 0)

@@ -48,17 +48,10 @@ class LatentProjection(nn.Module):
         self._latents = x.view(-1, x.shape[-1])
         return x.new_empty(*x.shape[:-1], self.keys + self.values)
 
-    def attend(
-        self,
-        step: CurrentStep,
-        layer: int,
-        given: Sequence[Tensor],
-        heads: Heads,
-        form: AttentionLayer,
-    ) -> Tensor:
+    def attend(self, step: CurrentStep, layer: int, heads: Heads, form: AttentionLayer) -> Tensor:
         """Attention of a layer, [tokens, heads, values].
 
-        given: as `CurrentStep.attend` takes it. heads: q of this rank's heads, and of the one key
+        heads: q of this rank's heads, and of the one key
         that transformers made what is behind `keys` numbers, its rotated part. form: of these.
         """
         latents, self._latents = self._latents, None
@@ -73,7 +66,9 @@ class LatentProjection(nn.Module):
         q[..., width:] = rotated
         k = torch.cat((latents, heads.k[:, 0, self.keys :]), dim=1).unsqueeze(1)
         form = replace(form, head_dim=q.shape[2], value_dim=width)
-        sums = step.attend(layer, given, replace(heads, q=q, k=k, v=k), form)[..., :width]
+        angles = step.take_rotations()
+        whole = replace(heads, q=q, k=k, v=k, angles=(angles, angles))
+        sums = step.attend_whole(layer, whole, form)[..., :width]
         found = own.values(sums)
         if adapters is not None:
             adapters.latent_values(found, sums, own)

@@ -41,13 +41,15 @@ class RotationForm:
     """What a function computes.
 
     layout: of its cosines and sines. neighbours: see `Angles`. backwards: by the negated angles.
-    heads_at: the dimension of heads in what it rotates, 1 or 2; tokens are in the other.
+    heads_at: the dimension of heads in what it rotates, 1 or 2; tokens are in the other. unfolds:
+    whether it returns the first numbers of all pairs, then the others.
     """
 
     layout: Layout
     neighbours: bool
     backwards: bool
     heads_at: int
+    unfolds: bool = False
 
     def angles(self, cos: Tensor, sin: Tensor) -> Angles:
         """Of [1, tokens, width] each."""
@@ -58,8 +60,10 @@ class RotationForm:
     def rotated(self, x: Tensor, angles: Angles) -> Tensor:
         """What the function returns for x."""
         if self.heads_at == 2:
-            return rotate_queries(x[0], angles, None)[None]
-        return rotate_queries(x[0].transpose(0, 1), angles, None).transpose(0, 1)[None]
+            found = rotate_queries(x[0], angles, None)[None]
+        else:
+            found = rotate_queries(x[0].transpose(0, 1), angles, None).transpose(0, 1)[None]
+        return torch.cat((found[..., ::2], found[..., 1::2]), -1) if self.unfolds else found
 
 
 def rotation_form(function: Function, *args: Any, **kwargs: Any) -> RotationForm | None:
@@ -100,6 +104,8 @@ def _forms(head_dim: int, width: int, heads_at: int) -> Iterator[RotationForm]:
         pairs = width if layout is Layout.ONCE else width // 2
         if 2 * pairs <= head_dim and (layout is Layout.ONCE or width % 2 == 0):
             yield RotationForm(layout, neighbours, backwards, heads_at)
+            if neighbours and 2 * pairs == head_dim:
+                yield RotationForm(layout, neighbours, backwards, heads_at, unfolds=True)
 
 
 def _heads_at(function: Function, given: int, options: list[Any], kwargs: dict[str, Any]) -> Any:

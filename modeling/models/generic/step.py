@@ -84,15 +84,8 @@ class LayerAttention(Protocol):
 class LatentAttention(Protocol):
     """Attention of a layer over cached latents (`latents.py`)."""
 
-    def attend(
-        self,
-        step: "CurrentStep",
-        layer: int,
-        given: Sequence[Tensor],
-        heads: Heads,
-        form: AttentionLayer,
-    ) -> Tensor:
-        """Return [tokens, heads, values]; given: as `CurrentStep.attend` takes it."""
+    def attend(self, step: "CurrentStep", layer: int, heads: Heads, form: AttentionLayer) -> Tensor:
+        """Return [tokens, heads, values]."""
         ...
 
 
@@ -244,6 +237,14 @@ class CurrentStep:
             raise RotationLostError(f"layer {layer} changes what it normed or rotated")
         return self.attend_whole(layer, replace(heads, angles=angles, norms=norms), form)
 
+    def take_rotations(self) -> Angles | None:
+        """Return the angles of what was rotated, for a layer that puts its q and k together."""
+        found = {id(angles): angles for _, angles in self._rotations}
+        if len(found) > 1 or self._norms or self._value_norms:
+            raise RotationLostError("a layer norms, or rotates in several ways")
+        self._rotations.clear()
+        return next(iter(found.values()), None)
+
     def attend_whole(self, layer: int, heads: Heads, form: AttentionLayer) -> Tensor:
         """Attend with heads that say themselves what is left to do with them."""
         assert self._attention is not None, "a layer is called outside of any step"
@@ -380,10 +381,10 @@ def attend(
         sinks=s_aux is not None,
         index_topk=None if indices is None else indices.topk,
     )
-    heads, given = Heads(q, k, v, s_aux, index=indices), (query, key, value)
+    heads = Heads(q, k, v, s_aux, index=indices)
     if latents is not None:
-        return latents.attend(step, owner.layer_idx, given, heads, form)[None], None
-    out = step.attend(owner.layer_idx, given, heads, form)
+        return latents.attend(step, owner.layer_idx, heads, form)[None], None
+    out = step.attend(owner.layer_idx, (query, key, value), heads, form)
     return out[None, :, : query.shape[1], :value_width], None
 
 

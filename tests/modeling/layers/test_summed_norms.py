@@ -76,7 +76,7 @@ def unused(*_given: object) -> NoReturn:
 
 
 def ops(add: Callable[..., tuple[Tensor, Tensor]]) -> FusedOps:
-    return FusedOps(add, unused, unused, unused, unused, unused, unused)
+    return FusedOps(add, *[unused] * 7)
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from modeling.layers.choice import Choice
 from modeling.models.generic import fused_experts
 from modeling.models.generic.fused_experts import ExpertKernels
 
@@ -40,12 +41,19 @@ def route(
     return logits, best.to(x.dtype), ids
 
 
-def block(model_type: str) -> Any:
+def route_scored(
+    x: Tensor, weight: Tensor, correction: Tensor, choice: Choice, _: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    logits = F.linear(x, weight)
+    return logits, *choice.weights(logits, correction)
+
+
+def block(model_type: str, **sizes: Any) -> Any:
     """The experts and router of a type's only layer."""
     torch.manual_seed(0)
     kind: Any = CONFIG_MAPPING[model_type]
     auto: Any = AutoModelForCausalLM
-    model = auto.from_config(kind(**SIZES), dtype=torch.float32)
+    model = auto.from_config(kind(**{**SIZES, **sizes}), dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0, 0.3)
@@ -61,7 +69,8 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> ExpertKernels:
         takes=lambda x, active, count: len(x) <= MOST_TOKENS,
         LayerDeltas=lambda *parts: parts,
     )
-    monkeypatch.setattr(fused_experts, "_kernels", lambda device: (fakes, routing))
+    scored = SimpleNamespace(route=route_scored)
+    monkeypatch.setattr(fused_experts, "_kernels", lambda device: (fakes, routing, scored))
     monkeypatch.setattr(fused_experts, "HALF", (torch.float32,))
     return ExpertKernels(torch.device("cpu"))
 
@@ -78,6 +87,31 @@ def test_softmax_and_silu_are_replaced(kernels: ExpertKernels, model_type: str) 
         for found, expected in zip(router(x[None]), wanted, strict=True):
             torch.testing.assert_close(found, expected)
         torch.testing.assert_close(own(x, wanted[2], wanted[1]), both.experts(x, *wanted[:0:-1]))
+
+
+@pytest.mark.parametrize("groups", [(1, 1), (3, 2)])
+@pytest.mark.parametrize("summed", [True, False])
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "glm4_moe", "glm4_moe_lite"])
+def test_routers_by_scores_are_replaced(
+    kernels: ExpertKernels, model_type: str, summed: bool, groups: tuple[int, int]
+) -> None:
+    sizes = {"n_group": groups[0], "topk_group": groups[1], "norm_topk_prob": summed}
+    own = block(model_type, mlp_layer_types=["sparse"], routed_scaling_factor=1.5, **sizes).gate
+    own.e_score_correction_bias = torch.rand(6)
+    router, x = kernels.router(own), torch.randn(50, 32)
+    assert router is not None
+    found, wanted = router(x[None]), own(x)
+    torch.testing.assert_close(found[0], wanted[0])
+    dense = [torch.zeros(50, 6).scatter(1, each[2], each[1]) for each in (found, wanted)]
+    torch.testing.assert_close(*dense)
+    plain: Any = type(own)
+
+    def doubled(self: Any, hidden_states: Tensor) -> Any:
+        logits, weights, ids = plain.forward(self, hidden_states)
+        return logits, 2 * weights, ids
+
+    own.__class__ = type("Doubled", (plain,), {"forward": doubled})
+    assert kernels.router(own) is None, "what a trial does not confirm"
 
 
 def test_a_router_with_a_bias_is_replaced(kernels: ExpertKernels) -> None:
@@ -110,8 +144,9 @@ def test_adapters_reach_the_kernels(kernels: ExpertKernels) -> None:
 
 def test_what_computes_something_else_stays(kernels: ExpertKernels) -> None:
     assert kernels.experts(block("gpt_oss").experts) is None
-    both = block("glm4_moe")
+    both = block("deepseek_v2", mlp_layer_types=["sparse"], topk_method="group_limited_greedy")
     assert kernels.experts(both.experts) is not None
+    both.gate.routed_scaling_factor = 3.0
     assert kernels.router(both.gate) is None
 
 

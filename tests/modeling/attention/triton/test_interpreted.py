@@ -93,8 +93,10 @@ def test_values_that_are_the_keys_first_numbers(
     lengths: list[tuple[int, int]], width: int, value_dim: int, kind: type[AttentionBackend]
 ) -> None:
     paged = Paged(lengths, 16, (20, 1), width, value_dim=value_dim)
-    check(paged, kind=kind)
-    check(replace(paged, window=40, softcap=2.0), kind=kind)
+    for window in (None, 40):
+        check(replace(paged, window=window), kind=kind)
+        # Of half precision keys are on the tall side.
+        check(replace(paged, window=window, dtype=torch.float16), 0.01, kind)
 
 
 def test_half_precision(kind: type[AttentionBackend]) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from modeling.layers.choice import Choice
 from tests.modeling.attention.triton.test_interpreted import Interpreted
 from tests.modeling.watched_memory import spoil_new_memory, watch_bounds
 
@@ -161,6 +162,26 @@ def test_experts_adapted(
     deltas.add(z, x[token_of].float(), of_pairs, token_of, 1, at, count, width)
     assert (z[:, :width] == 1).all()
     torch.testing.assert_close(z[:, width:], 1 + tried, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("tokens", [3, 17])
+@pytest.mark.parametrize("groups", [(1, 1), (4, 2)])
+@pytest.mark.parametrize("summed", [True, False])
+def test_routing_by_scores(
+    monkeypatch: pytest.MonkeyPatch, tokens: int, summed: bool, groups: tuple[int, int]
+) -> None:
+    kernels = pytest.importorskip("modeling.layers.kernels.scored_routing")
+    for name in ("_ROUTE", "_BEST"):
+        monkeypatch.setattr(kernels, name, Interpreted(getattr(kernels, name)._kernel))
+    x, weight, correction = torch.randn(tokens, 24), torch.randn(12, 24), torch.rand(12)
+    zeros = torch.zeros(kernels.MOST_ROUTED, dtype=torch.int32)
+    choice = Choice(3, summed, *groups, 1.5)
+    logits, shares, ids = kernels.route(x, weight, correction, choice, zeros)
+    torch.testing.assert_close(logits, F.linear(x, weight))
+    best, chosen = choice.weights(logits, correction)
+    assert torch.equal(ids, chosen)
+    torch.testing.assert_close(shares, best)
+    assert not zeros.any()
 
 
 @pytest.mark.parametrize("tokens", [3, 17])
