@@ -106,7 +106,8 @@ class GenericForCausalLM(nn.Module):
         self._add_ends(weights, architecture)
         self.score: Tensor | None = read_score(architecture, weights, self.width)
         self._plan = plan = CutPlan(self.causal.config, prefix, weights.group)
-        linears = replace_linears(self.causal, plan, weights, self._step)
+        idle = architecture.idle_modules
+        linears = replace_linears(self.causal, plan, weights, self._step, idle)
         self.projections: tuple[Projection, ...] = tuple(
             replace(each, is_lost=names.are_lost(each.module.format(layer=0))) for each in linears
         )
@@ -342,10 +343,6 @@ class GenericForCausalLM(nn.Module):
         # Beside recurrent layers some are feed-forwards alone.
         all_attend = not self._recurrent.layers and not self._idle_layers
         layers = forms.layers(self.num_layers, all_attend)
-        if not layers:
-            raise ArchitectureError(
-                "none of its layers attends: models of recurrent layers alone are not served"
-            )
         check_windows(self._decoder.config, layers, self._longest)
         return _numbered(layers)
 

@@ -146,6 +146,10 @@ OWN: dict[str, dict[str, Any]] = {
     "jamba": {
         "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8,
     },
+    "minimax": {"layer_types": LINEAR, "block_size": 4, "linear_attn_beta_factor": 0.7},
+    "mamba2": {
+        "num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 2, "chunk_size": 8,
+    },
     "laguna": {
         "num_attention_heads_per_layer": [4, 8],
         "layer_types": ["full_attention", "sliding_attention"],
