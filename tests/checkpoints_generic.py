@@ -302,6 +302,15 @@ MIXER_ADAPTERS = {
 }  # fmt: skip
 """On what is before a feed-forward, so on no experts."""
 
+MIXER_ENDS = {
+    "r8": MIXER_ADAPTERS["r8"],
+    "embedding": AdapterRecipe(
+        r=4, target_modules=("in_proj", "x_proj", "embeddings"), seed=26, std=0.05,
+        save_embeddings=False,
+    ),
+}  # fmt: skip
+"""The same for servers whose adapters may change the embedding."""
+
 INDEX = ("wq_b", "wk", "weights_proj")
 """Linear layers of an index of positions."""
 

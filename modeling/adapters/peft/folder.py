@@ -242,7 +242,8 @@ def _match(keys: Iterable[str], adapter: PeftAdapter, faults: Faults) -> dict[st
 
 
 def _names_end(key: str) -> bool:
-    return not ENDS.isdisjoint(key.split("."))
+    # Mamba's name is an encoder's for all that embeds.
+    return ".backbone.embeddings." in key or not ENDS.isdisjoint(key.split("."))
 
 
 def _inside_end(key: str) -> str:

@@ -65,6 +65,23 @@ def test_models_without_attention(world: World, variant: str, ranks: int) -> Non
     compare(world, Setting("mixers", variant, ranks, names, rejoins_at=2))
 
 
+@pytest.mark.sweep
+def test_an_embedding_of_a_model_without_attention(world: World) -> None:
+    """Tied to the head, whose rows stay."""
+    names = [BASE, "embedding", "r8"]
+    compare(world, Setting("mixers_ends", "mamba", 2, names, vocabulary=True))
+
+
+def test_an_embedding_that_the_server_does_not_adapt(world: World) -> None:
+    folder = world.adapter("mixers_ends", "mamba", "embedding")
+    assert folder is not None
+    config = engine_config(world.model("mixers_ends", "mamba"))
+    closed = config.adapters.model_copy(update={"vocabulary": False})
+    config = config.model_copy(update={"adapters": closed})
+    with pytest.raises(AdapterError, match=r"embeddings.* adapters\.vocabulary true"):
+        open_adapter(folder, adaptable(config), 64)
+
+
 @pytest.mark.parametrize("variant", swept(["mamba", "mamba2"], lambda variant: variant == "mamba"))
 def test_models_without_attention_scheduled(world: World, variant: str) -> None:
     """Under the real scheduler: blocks without memory are given out, and their ranks are lost."""
