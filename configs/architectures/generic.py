@@ -30,7 +30,7 @@ PAGED_TYPES = frozenset(
         "nanochat", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3", "olmo_hybrid", "olmoe",
         "persimmon", "phi", "phimoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe",
         "qwen3_next", "sarvam_mla", "sarvam_moe", "seed_oss", "smollm3", "solar_open", "stablelm",
-        "starcoder2", "vaultgemma", "xglm", "youtu",
+        "starcoder2", "vaultgemma", "xglm", "youtu", "zamba2",
     )
 )  # fmt: skip
 """The `model_type`s of config.json that are served so."""
@@ -63,7 +63,7 @@ RECURRENT_TYPES = frozenset(
     (
         "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba",
         "kimi_linear", "lfm2", "lfm2_moe", "lfm3", "mamba", "mamba2", "minimax", "nemotron_h",
-        "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
+        "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "zamba2",
     )
 )  # fmt: skip
 """Those of them that may have recurrent layers, beside those that attend or without any."""

@@ -2,7 +2,7 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -92,6 +92,19 @@ def replace_linears(
             linear = _linear(each, weights, projection, layer)
             _replace(causal, each.path, GenericLinear(linear, step))
     return tuple(positions.projections)
+
+
+def share_bases(causal: PreTrainedModel, shared: Mapping[str, str]) -> None:
+    """Let layers that share an earlier one's weights have them once, beside adapters of their own.
+
+    shared: parameters' names, each with that of the earlier one.
+    """
+    for target, source in shared.items():
+        pair = [causal.get_submodule(name.rpartition(".")[0]) for name in (target, source)]
+        own, first = (getattr(each, "merged", each) for each in pair)
+        if isinstance(own, GenericLinear | MergedColumns):
+            assert type(own) is type(first), (target, source)
+            own.linear.base = first.linear.base
 
 
 def _linears(
