@@ -26,7 +26,7 @@ WIDER: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
         (
             "flex_olmo", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "hunyuan_v1_moe",
-            "minimax_m2", "minimax_m3_vl_text", "olmoe",
+            "jamba", "minimax", "minimax_m2", "minimax_m3_vl_text", "olmoe",
         ),
         _BY_MLP,
     ),

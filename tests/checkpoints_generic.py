@@ -117,6 +117,29 @@ GENERIC: dict[str, dict[str, Any]] = {
         },
     },
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "block_multiple_of": 8, "head_dim": 8},
+    "jamba": {
+        # Each kind of layer with experts, and with none.
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 3,
+        "expert_layer_offset": 0,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "mamba_d_state": 8,
+        "head_dim": 8,
+    },
+    "jamba_dense": {
+        "model_type": "jamba",
+        "attn_layer_period": 4,
+        "attn_layer_offset": 2,
+        "num_experts": 1,
+        "mamba_d_state": 4,
+        "mamba_d_conv": 3,
+        "mamba_dt_rank": 5,
+        "mamba_proj_bias": True,
+        "mamba_conv_bias": False,
+        "head_dim": 8,
+    },
     "llama4_text": {
         "layer_types": ["chunked_attention", "full_attention"] * 2,
         "attention_chunk_size": 16,
@@ -126,6 +149,17 @@ GENERIC: dict[str, dict[str, Any]] = {
         "moe_layers": [1, 2],
         "num_local_experts": 4,
         "intermediate_size_mlp": 64,
+    },
+    "minimax": {
+        "layer_types": LINEAR,
+        "block_size": 4,
+        "num_local_experts": 4,
+        "full_attn_alpha_factor": 1.3,
+        "full_attn_beta_factor": 0.8,
+        "linear_attn_alpha_factor": 1.2,
+        "linear_attn_beta_factor": 0.7,
+        "mlp_alpha_factor": 0.9,
+        "mlp_beta_factor": 1.1,
     },
     "ministral": {"layer_types": MIXED, "sliding_window": WINDOW},
     "ministral3": {},
@@ -161,6 +195,31 @@ GENERIC: dict[str, dict[str, Any]] = {
 }
 """What differs from SHAPE, by model_type: what makes a family's own code run."""
 
+MAMBAS: dict[str, dict[str, Any]] = {
+    "mamba": {"state_size": 8},
+    "mamba_biased": {
+        "model_type": "mamba",
+        "state_size": 4,
+        "conv_kernel": 3,
+        "time_step_rank": 5,
+        "expand": 3,
+        "use_bias": True,
+        "use_conv_bias": False,
+        "residual_in_fp32": False,
+        "tie_word_embeddings": False,
+    },
+    "falcon_mamba": {"state_size": 8, "tie_word_embeddings": False},
+    "mamba2": {
+        "num_heads": 4,
+        "head_dim": 16,
+        "state_size": 8,
+        "n_groups": 2,
+        "chunk_size": 4,
+        "use_bias": True,
+    },
+}
+"""The same of models without attention, on whose out_proj PEFT takes no LoRA."""
+
 SEEDS = {"qwen3_next": 4}
 """Of types whose answers for seed 0 rounding could change."""
 
@@ -170,9 +229,10 @@ def write_generic(folder: Path, variant: str, **changes: Any) -> Path:
 
     changes: of SHAPE, beside the variant's.
     """
-    if variant not in GENERIC and not changes:
+    known = {**GENERIC, **MAMBAS}
+    if variant not in known and not changes:
         return write_tiny(folder, variant)
-    own = GENERIC.get(variant, {}) | changes
+    own = known.get(variant, {}) | changes
     model_type = own.get("model_type", variant)
     config = CONFIG_MAPPING[model_type](**{**SHAPE, **own})
     auto: Any = AutoModelForCausalLM
@@ -213,7 +273,7 @@ COLUMNS = (
     "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "gate_up_proj", "fc1", "c_fc",
     "per_layer_input_gate", "per_layer_projection", "per_layer_model_projection", "input_linear",
     "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba", "in_proj",
-    "w1", "w3",
+    "w1", "w3", "x_proj", "dt_proj", "qkv_proj", "output_gate",
 )  # fmt: skip
 ROWS = ("o_proj", "dense", "down_proj", "fc2", "c_proj", "output_linear", "out_proj", "w2")
 """Linear layers by all of the families' names; a family has some of them."""
@@ -235,11 +295,21 @@ MIXER_ADAPTERS = {
         target_modules=(
             "q_proj", "k_proj", "v_proj", "o_proj", "in_proj", "in_proj_qkv", "in_proj_z",
             "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba", "a_proj", "b_proj", "f_proj",
-            "g_proj", "f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj",
+            "g_proj", "f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj", "x_proj", "dt_proj",
+            "qkv_proj", "output_gate",
         ),
     ),
 }  # fmt: skip
 """On what is before a feed-forward, so on no experts."""
+
+MIXER_ENDS = {
+    "r8": MIXER_ADAPTERS["r8"],
+    "embedding": AdapterRecipe(
+        r=4, target_modules=("in_proj", "x_proj", "embeddings"), seed=26, std=0.05,
+        save_embeddings=False,
+    ),
+}  # fmt: skip
+"""The same for servers whose adapters may change the embedding."""
 
 INDEX = ("wq_b", "wk", "weights_proj")
 """Linear layers of an index of positions."""

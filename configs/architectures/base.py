@@ -89,6 +89,11 @@ class ModelArchitecture(Config):
         return ()
 
     @property
+    def idle_modules(self) -> tuple[str, ...]:
+        """Linear maps of which transformers reads the base weight alone, by their paths' ends."""
+        return ()
+
+    @property
     def outer_parts(self) -> tuple[str, ...]:
         """The parts of a larger model that are read beside its decoder."""
         return ()

@@ -18,18 +18,19 @@ PAGED_TYPES = frozenset(
         "bailing_hybrid", "bamba", "beam", "biogpt", "bitnet", "bloom", "codegen", "cohere",
         "cohere2", "cohere2_moe", "cohere_compass_text", "ctrl", "cwm", "dbrx", "deepseek_v2",
         "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5", "ernie4_5_moe", "exaone", "exaone4",
-        "exaone_moe", "falcon", "falcon_h1", "flex_olmo", "flint", "gemma", "gemma2", "gemma3_text",
-        "gemma3n_text", "gemma4_text", "gemma4_unified_text", "glm", "glm4", "glm4_moe",
-        "glm4_moe_lite", "glm_moe_dsa", "gpt_bigcode", "gpt_neo", "gpt_neox_japanese", "gpt_oss",
-        "gptj", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoehybrid",
-        "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hy_v4",
-        "hyperclovax", "internlm3", "iquestcoder", "jais2", "jetmoe", "kimi_linear", "kolibri1",
-        "laguna", "lfm2", "lfm2_moe", "lfm3", "llama4_text", "mellum", "mimo_v2_flash", "minicpm3",
-        "minimax_m2", "minimax_m3_vl_text", "ministral", "ministral3", "mixtral",
-        "modernbert-decoder", "mpt", "nanochat", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3",
-        "olmo_hybrid", "olmoe", "persimmon", "phi", "phimoe", "qwen2_moe", "qwen3_5_moe_text",
-        "qwen3_5_text", "qwen3_moe", "qwen3_next", "sarvam_mla", "sarvam_moe", "seed_oss",
-        "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma", "xglm", "youtu",
+        "exaone_moe", "falcon", "falcon_h1", "falcon_mamba", "flex_olmo", "flint", "gemma",
+        "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "gemma4_unified_text", "glm",
+        "glm4", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt_bigcode", "gpt_neo",
+        "gpt_neox_japanese", "gpt_oss", "gptj", "granite_swa", "granitemoe", "granitemoe_swa",
+        "granitemoehybrid", "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe",
+        "hy_v3", "hy_v4", "hyperclovax", "internlm3", "iquestcoder", "jais2", "jamba", "jetmoe",
+        "kimi_linear", "kolibri1", "laguna", "lfm2", "lfm2_moe", "lfm3", "llama4_text", "mamba",
+        "mamba2", "mellum", "mimo_v2_flash", "minicpm3", "minimax", "minimax_m2",
+        "minimax_m3_vl_text", "ministral", "ministral3", "mixtral", "modernbert-decoder", "mpt",
+        "nanochat", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3", "olmo_hybrid", "olmoe",
+        "persimmon", "phi", "phimoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe",
+        "qwen3_next", "sarvam_mla", "sarvam_moe", "seed_oss", "smollm3", "solar_open", "stablelm",
+        "starcoder2", "vaultgemma", "xglm", "youtu", "zamba2",
     )
 )  # fmt: skip
 """The `model_type`s of config.json that are served so."""
@@ -60,12 +61,15 @@ alpha alone, as xdrope (HunYuan)."""
 
 RECURRENT_TYPES = frozenset(
     (
-        "bailing_hybrid", "bamba", "falcon_h1", "granitemoehybrid", "kimi_linear", "lfm2",
-        "lfm2_moe", "lfm3", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text",
-        "qwen3_next",
+        "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba",
+        "kimi_linear", "lfm2", "lfm2_moe", "lfm3", "mamba", "mamba2", "minimax", "nemotron_h",
+        "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "zamba2",
     )
 )  # fmt: skip
-"""Those of them that may have recurrent layers beside those that attend."""
+"""Those of them that may have recurrent layers, beside those that attend or without any."""
+
+_IDLE_MODULES = dict.fromkeys(("falcon_mamba", "jamba", "mamba"), ("dt_proj",))
+"""Linear maps by the ends of their paths, of which mixers read the weight: no adapter's factors."""
 
 INDEXED_TYPES = frozenset({"axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4"})
 """Those of which an index chooses the positions that tokens see."""
@@ -73,8 +77,9 @@ INDEXED_TYPES = frozenset({"axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4"})
 _INDEXED = frozenset({"indexed_attention", "deepseek_sparse_attention"})
 """How transformers calls all of their layers, since 5.24 and before."""
 
-_UNLIMITED = frozenset({"bloom"})
-"""Those that take any length: scores grow with a key's position, which is embedded nowhere."""
+_UNLIMITED = frozenset({"bloom", "falcon_mamba", "mamba", "mamba2"})
+"""Those that take any length: no position is embedded. BLOOM's scores grow with a key's, others'
+states with what was read."""
 
 _LAYER_KINDS = frozenset({"attention", "full_attention", "sliding_attention", "chunked_attention"})
 
@@ -108,6 +113,11 @@ class GenericArchitecture(ModelArchitecture):
             return ()
         given = self.settings.get("cross_attention_layers") or ()
         return tuple(layer for layer in given if layer in range(self.num_layers))
+
+    @property
+    def idle_modules(self) -> tuple[str, ...]:
+        """Linear maps of which transformers reads the base weight alone, by their paths' ends."""
+        return _IDLE_MODULES.get(self.settings["model_type"], ())
 
     @property
     def outer_parts(self) -> tuple[str, ...]:

@@ -200,7 +200,8 @@ class Projection:
     replaces: for whole linear maps, the index of the map's own projection. copies: the pages of
     their pool, and of that of draft heads. blocks: how many 8 rows are one layer's.
     outer_parts, idle_layers: the model's: parts of a larger one that embed some tokens themselves,
-    and numbers of layers that no text goes through.
+    and numbers of layers that no text goes through. idle_modules: its linear maps of which PEFT's
+    factors change nothing, by the ends of their paths.
 
     A whole matrix [token ids, hidden] is one page of its pool: each 8 of its rows count as a layer,
     and `inputs` is the hidden size. A classification head [labels, hidden] takes a page for each 8
@@ -233,6 +234,7 @@ class Projection:
     blocks: int = 1
     outer_parts: tuple[str, ...] = ()
     idle_layers: tuple[int, ...] = ()
+    idle_modules: tuple[str, ...] = ()
 
     @property
     def base_rows(self) -> BaseRows:

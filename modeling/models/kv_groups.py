@@ -21,6 +21,13 @@ MOST_TIMES = 16
 """How many times the tokens of the smallest block the largest may have."""
 
 
+_NOTHING = AttentionLayer(num_heads=1, num_kv_heads=1, head_dim=64, scale=1.0)
+"""What no layer attends as: the form of the one group of a model of recurrent layers alone.
+
+Its blocks count positions and name prefixes as others do, and nothing lies in them.
+"""
+
+
 class _Group(NamedTuple):
     """Layers of one form; its window is None where it is as long as any sequence."""
 
@@ -78,7 +85,7 @@ def attention_specs(model: PagedModel, layout: KvLayout) -> tuple[AttentionSpec,
     """What an attention backend must serve for each group of this model."""
     found = []
     for group in layout.groups:
-        layers = [model.attention_layers[layer] for layer in group.layers]
+        layers = [model.attention_layers[layer] for layer in group.layers] or [_NOTHING]
         form = layers[0]
         spec = AttentionSpec(
             num_heads=form.num_heads,
@@ -102,6 +109,8 @@ def attention_specs(model: PagedModel, layout: KvLayout) -> tuple[AttentionSpec,
 
 def _groups(layers: Sequence[AttentionLayer], longest: int | None) -> list[_Group]:
     """Groups that forget nothing come first: they end a prefix soonest."""
+    if not layers:
+        return [_Group(_NOTHING, [])]
     found: dict[AttentionLayer, list[int]] = {}
     for index, layer in enumerate(layers):
         form = _lasting(layer, longest)

@@ -29,7 +29,7 @@ def choose_cache(
     layout = kv_layout(model, config.cache.block_size, longest, dtype)
     specs = attention_specs(model, layout)
     attention = tuple(select_attention(config.attention, spec) for spec in specs)
-    if layout.groups[0].spec.dtype != FP8:
+    if layout.groups[0].spec.dtype != FP8 or not layout.sources:
         return layout, attention
     scales, origin = loaded.cache_scales, "from the checkpoint"
     if scales is None:

@@ -50,6 +50,7 @@ from modeling.runner.memory import (
     cuda_blocks,
     dequantised_bytes,
     device_memory,
+    empty_blocks,
     expert_pages,
     fitting,
     vocabulary_copies,
@@ -210,8 +211,9 @@ class LoadedPaged(LoadedRunner):
         config, block_bytes = parts.config, parts.bytes_per_block
         if config.cache.num_blocks is not None:
             return config.cache.num_blocks
+        empty = empty_blocks(parts.size, config.kept_states)
         if parts.device.type == "cpu":
-            return cpu_blocks(parts.size, block_bytes)
+            return cpu_blocks(parts.size, block_bytes) if block_bytes else empty
         with on_device(parts.device):
             # Free memory is read last: the two measurements have freed what they took by then.
             with timed("largest step"):
@@ -222,7 +224,7 @@ class LoadedPaged(LoadedRunner):
                 taken += parts.drafter.scratch_bytes
             taken += max(backend.scratch_bytes for backend in parts.backends)
             try:
-                return cuda_blocks(config, device_memory(parts.device), taken, block_bytes)
+                return cuda_blocks(config, device_memory(parts.device), taken, block_bytes, empty)
             except NoCacheRoomError as error:
                 raise ValueError(f"{error}{self._smaller(error.lacking)}") from error
 

@@ -219,6 +219,7 @@ def with_other_models(
                 has_bias=each.has_bias or index in biased,
                 outer_parts=architecture.outer_parts,
                 idle_layers=architecture.idle_layers,
+                idle_modules=architecture.idle_modules,
             )
         )
     whole = whole_projections(model.projections, whole_linears)

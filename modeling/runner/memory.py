@@ -194,6 +194,15 @@ def dequantised_bytes(config: EngineConfig, memory: DeviceMemory | None, block_b
     return int(max(0.0, memory.free - others) * config.model.dequantised_fraction)
 
 
+def empty_blocks(size: BatchSize, kept_states: int) -> int:
+    """Blocks in which nothing lies, of a model of recurrent layers alone.
+
+    They are enough for every batch slot, and every prefix behind which states are kept, at full
+    length.
+    """
+    return (size.max_running + kept_states) * size.max_blocks
+
+
 def cpu_blocks(size: BatchSize, block_bytes: int) -> int:
     """Blocks for every batch slot at full length, up to the default budget; for one at least."""
     wanted = size.max_running * size.max_blocks
@@ -209,12 +218,16 @@ class NoCacheRoomError(ValueError):
 
 
 def cuda_blocks(
-    config: EngineConfig, memory: DeviceMemory, activation_bytes: int, block_bytes: int
+    config: EngineConfig,
+    memory: DeviceMemory,
+    activation_bytes: int,
+    block_bytes: int,
+    empty: int = 0,
 ) -> int:
     """Blocks in what cache.device_memory_fraction leaves; NoCacheRoomError when that is none.
 
     activation_bytes: what steps will take beyond what is allocated now: the peak of the largest
-    one, and the captured ones' memory.
+    one, and the captured ones' memory. empty: how many there are if one has no bytes.
     """
     taken = memory.total - memory.free + activation_bytes
     room = int(memory.total * config.cache.device_memory_fraction) - taken
@@ -225,4 +238,4 @@ def cuda_blocks(
             "lower adapters.memory_fraction or limits.max_step_tokens, or use more ranks",
             block_bytes - room,
         )
-    return room // block_bytes
+    return room // block_bytes if block_bytes else empty

@@ -28,7 +28,7 @@ from modeling.adapters.peft.heads import find_heads
 from modeling.adapters.peft.joined import join_parts
 from modeling.adapters.peft.names import WEIGHTS_NAME, open_tensors, use_peft_names
 from modeling.adapters.peft.norms import find_norms, without_norms
-from modeling.adapters.peft.other_parts import leave_other_parts
+from modeling.adapters.peft.other_parts import leave_idle_modules, leave_other_parts
 from modeling.adapters.peft.recipes import Recipes
 from modeling.adapters.peft.score import SCORE_KEY, find_score, without_score
 from modeling.adapters.peft.tensors import FLOATS, check_file_rank, check_shape, check_type
@@ -110,9 +110,8 @@ def _check_file(
         for layer in range(projection.num_layers)
         for module in projection.modules(layer)
     }
-    outer_parts = {part for projection in projections for part in projection.outer_parts}
-    idle_layers = {layer for projection in projections for layer in projection.idle_layers}
-    has_idle = leave_other_parts(file, known, outer_parts, idle_layers)
+    has_idle = leave_other_parts(file, known, projections)
+    leave_idle_modules(file, projections)
     file, plan = join_parts(file, plan, known, projections)
     named = {key[len(PREFIX) : key.rfind(FACTOR)] for key in [*file.keys()] if FACTOR in key}
     plan = replace(plan, parts=find_parts(named, known, projections))
@@ -243,7 +242,8 @@ def _match(keys: Iterable[str], adapter: PeftAdapter, faults: Faults) -> dict[st
 
 
 def _names_end(key: str) -> bool:
-    return not ENDS.isdisjoint(key.split("."))
+    # Mamba's name is an encoder's for all that embeds.
+    return ".backbone.embeddings." in key or not ENDS.isdisjoint(key.split("."))
 
 
 def _inside_end(key: str) -> str:

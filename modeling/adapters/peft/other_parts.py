@@ -1,11 +1,12 @@
-"""What adapters of a larger model change beside its decoder."""
+"""What adapters change that no answer depends on, and what beside a larger model's decoder."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from configs.architectures.text_stack import is_other_part, parts_of
 from modeling.adapters.faults import refuse
 from modeling.adapters.peft.ends import PREFIX
 from modeling.adapters.peft.tensors import FLOATS
+from modeling.adapters.projection import Projection
 from sharding.tensor_file import TensorFile
 
 LARGER = "model.language_model."
@@ -13,20 +14,17 @@ LARGER = "model.language_model."
 
 
 def leave_other_parts(
-    file: TensorFile,
-    known: Collection[str],
-    outer_parts: Collection[str],
-    idle_layers: Collection[int],
+    file: TensorFile, known: Collection[str], projections: Sequence[Projection]
 ) -> bool:
     """Leave out of a file what changes no text; return whether numbers in it decided that.
 
-    known: modules as a larger model names them, if it is one. outer_parts: those that embed some
-    tokens of texts too, which no adapter may change. idle_layers: those of the decoder that no text
-    goes through.
+    known: modules as a larger model names them, if it is one. Parts that embed some tokens of texts
+    too may not be changed; layers of the decoder that no text goes through are left out.
     """
     if not any(module.startswith(LARGER) for module in known):
         return False
-    idle = [f".layers.{layer}." for layer in idle_layers]
+    outer_parts = {part for each in projections for part in each.outer_parts}
+    idle = {f".layers.{layer}." for each in projections for layer in each.idle_layers}
     others = {
         key
         for key in [*file.keys()]
@@ -48,6 +46,22 @@ def leave_other_parts(
             "model's decoder is served, for text, which this adapter does not change"
         )
     return any(outer.values())
+
+
+def leave_idle_modules(file: TensorFile, projections: Sequence[Projection]) -> None:
+    """Leave out of a file the factors of modules that transformers computes without them.
+
+    Training leaves such factors as they were made, so adapters on all linear maps have them too.
+    """
+    names = {name for each in projections for name in each.idle_modules}
+    keys = [*file.keys()] if names else []
+    file.leave_out({key for key in keys if _adapted(key).rpartition(".")[2] in names})
+
+
+def _adapted(key: str) -> str:
+    """The module that a tensor is a factor of; "" for other tensors."""
+    path, found, _ = key.rpartition(".lora_")
+    return path if found else ""
 
 
 def _is_idle(file: TensorFile, key: str) -> bool:

@@ -66,6 +66,7 @@ def build(architecture: GenericArchitecture, dtype: torch.dtype) -> PreTrainedMo
         ) from error
     attend_by(model.config, ATTENTION)
     _hold_frequencies(model)
+    _number_shared(model)
     for layer in architecture.idle_layers:
         cast(Any, model).model.layers[layer] = nn.Module()
     # Names that are no class of transformers' change nothing there either.
@@ -136,6 +137,17 @@ def _config(settings: Mapping[str, Any]) -> Any:
         raise ArchitectureError(
             f"transformers does not take this config.json of a {kind}: {error}"
         ) from error
+
+
+def _number_shared(causal: PreTrainedModel) -> None:
+    """Give attention that layers share (Zamba 2) the number of its layer.
+
+    transformers hands the number down with each call instead.
+    """
+    for path, module in causal.named_modules():
+        if path.endswith(".shared_transformer.self_attn"):
+            number = next(part for part in path.split(".") if part.isdecimal())
+            setattr(module, "layer_idx", int(number))  # noqa: B010 - modules are not ours
 
 
 def _hold_frequencies(causal: PreTrainedModel) -> None:

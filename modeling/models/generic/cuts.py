@@ -199,7 +199,12 @@ def _layer(path: str) -> int:
 def _heads(config: Any) -> list[int]:
     """The query heads of each layer."""
     listed = getattr(config, "num_attention_heads_per_layer", None)
-    return list(listed or [config.num_attention_heads] * config.num_hidden_layers)
+    return list(listed or [_attention_heads(config)] * config.num_hidden_layers)
+
+
+def _attention_heads(config: Any) -> int:
+    """The query heads; 1 for a model of recurrent layers alone, where nothing is cut by heads."""
+    return int(getattr(config, "num_attention_heads", 1))
 
 
 def _kv_heads(config: Any) -> list[int]:
@@ -209,7 +214,7 @@ def _kv_heads(config: Any) -> list[int]:
         return [own.kv_heads(config)] * config.num_hidden_layers
     layers = [config.per_layer_config[layer] for layer in range(config.num_hidden_layers)]
     found = (getattr(layer, "num_key_value_heads", None) for layer in layers)
-    heads = [each or config.num_attention_heads for each in found]
+    heads = [each or _attention_heads(config) for each in found]
     if config.model_type != "mimo_v2_flash":
         return heads
     # Its layers with windows have twice as many, which no number in its config says.

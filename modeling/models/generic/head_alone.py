@@ -15,6 +15,7 @@ class _Output(MoeModelOutputWithPast):
 
     shared_kv_states: Any = None
     cross_attentions: Any = None
+    cache_params: Any = None
 
 
 class _Given(nn.Module):

@@ -2,7 +2,7 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -24,7 +24,9 @@ MERGED = (("q_proj", "k_proj", "v_proj"), ("q_proj", "k_proj"), ("gate_proj", "u
 """Layers of one module that read the same input; keys may be the values too."""
 
 
-NOT_ADAPTED = {"falcon_h1": "out_proj", "nemotron_h": "out_proj"}
+NOT_ADAPTED = dict.fromkeys(
+    ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"), "out_proj"
+)
 """Layers that PEFT takes no LoRA on, by model_type: transformers' kernels read their weights."""
 
 
@@ -59,14 +61,19 @@ class Positions:
 
 
 def replace_linears(
-    causal: PreTrainedModel, plan: CutPlan, weights: Weights, step: CurrentStep
+    causal: PreTrainedModel,
+    plan: CutPlan,
+    weights: Weights,
+    step: CurrentStep,
+    idle: Collection[str] = (),
 ) -> tuple[Projection, ...]:
     """Replace every nn.Linear of the decoder, reading its weights; returns what adapters change.
 
+    idle: ends of the paths of those that stay, see `ModelArchitecture.idle_modules`.
     Layers between decoder and head stay: they compute only the tokens that get logits, and the
     step's adapters are by all of its tokens.
     """
-    found = list(_linears(causal, plan))
+    found = list(_linears(causal, plan, idle))
     positions = _positions(found)
     for group in _merged(found):
         base = _columns(group, weights)
@@ -87,11 +94,26 @@ def replace_linears(
     return tuple(positions.projections)
 
 
-def _linears(causal: PreTrainedModel, plan: CutPlan) -> Iterator[FoundLinear]:
-    left_out = NOT_ADAPTED.get(causal.config.model_type, "")
+def share_bases(causal: PreTrainedModel, shared: Mapping[str, str]) -> None:
+    """Let layers that share an earlier one's weights have them once, beside adapters of their own.
+
+    shared: parameters' names, each with that of the earlier one.
+    """
+    for target, source in shared.items():
+        pair = [causal.get_submodule(name.rpartition(".")[0]) for name in (target, source)]
+        own, first = (getattr(each, "merged", each) for each in pair)
+        if isinstance(own, GenericLinear | MergedColumns):
+            assert type(own) is type(first), (target, source)
+            own.linear.base = first.linear.base
+
+
+def _linears(
+    causal: PreTrainedModel, plan: CutPlan, idle: Collection[str]
+) -> Iterator[FoundLinear]:
+    left_out = {NOT_ADAPTED.get(causal.config.model_type, ""), *idle}
     for path, module in causal.named_modules():
         is_linear = type(module) is nn.Linear or type(module).__name__ in _LINEARS
-        if is_linear and plan.covers(path) and path.rsplit(".", 1)[-1] != left_out:
+        if is_linear and plan.covers(path) and path.rsplit(".", 1)[-1] not in left_out:
             yield FoundLinear(path, module, plan.of(path, module))
 
 

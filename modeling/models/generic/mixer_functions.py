@@ -2,7 +2,9 @@
 
 transformers takes kernels of flash-linear-attention where it is installed. They run on GPUs alone
 and round what they multiply, so elsewhere, and in float32, mixers call its functions in torch. On
-GPUs one token's gated delta rule is a kernel that changes states where they lie.
+GPUs one token's gated delta rule is a kernel that changes states where they lie. Mamba 1's scan of
+several tokens is ours everywhere: transformers' begins without a state, as its `generate` computes
+a prompt at once.
 """
 
 import inspect
@@ -13,9 +15,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+
+from modeling.layers.selective_scan import selective_scan
+from modeling.models.generic.lightning import STATE, LightningForward
 
 RULE = "torch_recurrent_gated_delta_rule"
 """What transformers' mixers call for one token of a sequence that has a state."""
+
+SCAN = "mamba_selective_scan"
+"""What they call for several tokens of a Mamba 1 mixer, or for one without a state."""
 
 
 class SlotStates(NamedTuple):
@@ -29,10 +38,42 @@ class MixerForward(NamedTuple):
     """A mixer's forward.
 
     takes_slots: whether it takes `SlotStates` for rows of one token each, and changes those.
+    scan: gets the state of a row of several tokens before a call; None: the cache alone has it.
     """
 
-    compute: Callable[..., Tensor]
+    compute: Callable[..., Any]
     takes_slots: bool
+    scan: "SelectiveScan | None" = None
+
+
+class SelectiveScan:
+    """Replaces transformers' function of that name in one mixer.
+
+    state: that of the next call, [1, channels, states]; None for a row that begins.
+    """
+
+    state: Tensor | None = None
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        *,
+        D: Tensor,
+        z: Tensor,
+        delta_bias: Tensor,
+        delta_softplus: bool,
+        return_last_state: bool,
+        **_options: Any,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the outputs and the state behind the last token; shapes are `selective_scan`'s."""
+        assert delta_softplus
+        assert return_last_state
+        dt = F.softplus(dt + delta_bias.to(dt.dtype)[:, None])
+        return selective_scan(hidden_states, dt, A, B, C, D, z, self.state)
 
 
 def mixer_forward(module: nn.Module, device: torch.device, dtype: torch.dtype) -> MixerForward:
@@ -40,21 +81,27 @@ def mixer_forward(module: nn.Module, device: torch.device, dtype: torch.dtype) -
     forward, own = _as_written(module), dict[str, Any]()
     if forward is None:
         return MixerForward(MethodType(type(module).forward, module), False)
+    if STATE in forward.__code__.co_names:
+        plain = MethodType(type(module).forward, module)
+        return MixerForward(LightningForward(module, plain), False)
     named = {name: forward.__globals__.get(name) for name in forward.__code__.co_names}
     if device.type != "cuda" or dtype is torch.float32:
         # What transformers puts in front of a function of its own keeps that.
-        plain = {n: getattr(f, "__wrapped__", None) for n, f in named.items()}
-        own = {n: _with_known_options(f) for n, f in plain.items() if f is not None}
+        torchs = {n: getattr(f, "__wrapped__", None) for n, f in named.items()}
+        own = {n: _with_known_options(f) for n, f in torchs.items() if f is not None}
     kernel = _kernel(device.type) if RULE in named else None
     if kernel is not None:
         own[RULE] = partial(_step, kernel, own.get(RULE, named[RULE]))
+    scan = SelectiveScan() if SCAN in named else None
+    if scan is not None:
+        own[SCAN] = scan
     names = {**forward.__globals__, **own}
     changed = FunctionType(
         forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__
     )
     changed.__kwdefaults__ = forward.__kwdefaults__
     used = changed if own else type(module).forward
-    return MixerForward(MethodType(used, module), kernel is not None)
+    return MixerForward(MethodType(used, module), kernel is not None, scan)
 
 
 def _as_written(module: nn.Module) -> Any:

@@ -33,7 +33,7 @@ from modeling.models.generic.fusions import fuse, norm_heads_alone
 from modeling.models.generic.head_alone import without_decoder
 from modeling.models.generic.indexed import MARKS, take_over_indexes
 from modeling.models.generic.latents import keep_latents
-from modeling.models.generic.linears import replace_linears
+from modeling.models.generic.linears import replace_linears, share_bases
 from modeling.models.generic.modules import (
     CLEARS_PADDING,
     GenericEmbedding,
@@ -42,7 +42,7 @@ from modeling.models.generic.modules import (
     embedding_scale,
     keep_inside,
 )
-from modeling.models.generic.names import SourceNames, unread
+from modeling.models.generic.names import SourceNames, find_sources, unread
 from modeling.models.generic.outer_rows import OuterRows
 from modeling.models.generic.own_attention import take_over
 from modeling.models.generic.reading import read_rest
@@ -100,14 +100,13 @@ class GenericForCausalLM(nn.Module):
         self._idle_layers = architecture.idle_layers
         prefix = _prefix(self.causal)
         names = SourceNames(self.causal, weights.names())
-        for target, name in names.plain().items():
-            weights.stand_in(target, name)
-        for target, rows in names.inside.items():
-            weights.inside(target, rows)
+        shared = find_sources(self.causal, names, weights)
         self._add_ends(weights, architecture)
         self.score: Tensor | None = read_score(architecture, weights, self.width)
         self._plan = plan = CutPlan(self.causal.config, prefix, weights.group)
-        linears = replace_linears(self.causal, plan, weights, self._step)
+        idle = architecture.idle_modules
+        linears = replace_linears(self.causal, plan, weights, self._step, idle)
+        share_bases(self.causal, shared)
         self.projections: tuple[Projection, ...] = tuple(
             replace(each, is_lost=names.are_lost(each.module.format(layer=0))) for each in linears
         )
@@ -344,10 +343,6 @@ class GenericForCausalLM(nn.Module):
         # Beside recurrent layers some are feed-forwards alone.
         all_attend = not self._recurrent.layers and not self._idle_layers
         layers = forms.layers(self.num_layers, all_attend)
-        if not layers:
-            raise ArchitectureError(
-                "none of its layers attends: models of recurrent layers alone are not served"
-            )
         check_windows(self._decoder.config, layers, self._longest)
         return _numbered(layers)
 

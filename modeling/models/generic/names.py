@@ -7,7 +7,7 @@ here the list is read backwards, so that only a rank's part of each tensor is re
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -24,7 +24,7 @@ from configs.architectures.generic import GenericArchitecture
 from modeling.models.generic.stacked_experts import StackedExperts
 from modeling.quantisation.formats import MARKS
 from modeling.quantisation.stored_integers import CODES
-from sharding.loader import RowsOf
+from sharding.loader import RowsOf, Weights
 
 
 class SourceNames:
@@ -177,3 +177,28 @@ def unread(causal: PreTrainedModel, architecture: GenericArchitecture) -> tuple[
     numbers = range(first, first + min(count, first)) if isinstance(count, int) else ()
     idle = architecture.idle_layers
     return (*patterns, *(rf"model\.layers\.{number}\..*" for number in (*numbers, *idle)))
+
+
+def find_sources(
+    causal: PreTrainedModel, names: SourceNames, weights: Weights
+) -> Mapping[str, str]:
+    """Let the model's parameters be read by the checkpoint's names.
+
+    Returns the parameters of layers that share an earlier layer's, each with that one's name; those
+    that the checkpoint has twice are their own.
+    """
+    for target, name in names.plain().items():
+        weights.stand_in(target, name)
+    for target, rows in names.inside.items():
+        weights.inside(target, rows)
+    # A decoder that transformers has inside of a larger model alone says nothing of it.
+    tied: dict[str, str] = getattr(causal, "all_tied_weights_keys", {})
+    inside = f"{causal.base_model_prefix}."
+    shared = {
+        name: first
+        for name, first in tied.items()
+        if name.startswith(inside) and not weights.lists(name)
+    }
+    for target, first in shared.items():
+        weights.stand_in(target, first)
+    return shared

@@ -30,7 +30,7 @@ logger = logging.getLogger("loray.modeling")
 _CACHES = ("cache", "cache_params", "past_key_values")
 """How mixers call their cache: the first since transformers 5.24."""
 
-_UPDATES = frozenset({"update_conv_state", "update_recurrent_state"})
+_UPDATES = frozenset({"set_linear_cache", "update_conv_state", "update_recurrent_state"})
 
 KINDS = ("conv_states", "recurrent_states")
 """What a layer of transformers' cache has of states, each by a number."""
@@ -44,6 +44,22 @@ class _State(NamedTuple):
     of_slots: Tensor
 
 
+class _Cache(Cache):
+    """transformers' cache, with the names by which MiniMax's mixers read and write it."""
+
+    def get_linear_cache(self, layer: int) -> Tensor | None:
+        """Return the states of a layer, None for rows that begin."""
+        state: Tensor | None = self._of(layer).recurrent_states[0]
+        return state
+
+    def set_linear_cache(self, layer: int, state: Tensor) -> None:
+        """Replace them."""
+        self._of(layer).recurrent_states[0] = state
+
+    def _of(self, layer: int) -> Any:
+        return self.layers[layer]
+
+
 class RecurrentLayers:
     """The recurrent layers of one model, and the states of all batch slots."""
 
@@ -53,7 +69,7 @@ class RecurrentLayers:
         self._examples: dict[int, list[_State]] = {}
         self._states: dict[int, list[_State]] = {}
         self._batch_slots = 0
-        self._decodes: list[tuple[str, Callable[[], Tensor]]] = []
+        self._decodes: list[tuple[str, Callable[[], Any]]] = []
         self._fresh: list[Any] = []
         self._forwards: dict[int, MixerForward] = {}
         for module in causal.modules():
@@ -115,13 +131,16 @@ class RecurrentLayers:
         name: str,
         hidden_states: Tensor,
         **options: Any,
-    ) -> Tensor:
-        """Replace a mixer's forward: [1, tokens, hidden] to the same shape."""
+    ) -> Tensor | tuple[Tensor, None]:
+        """Replace a mixer's forward: [1, tokens, hidden] to the same shape.
+
+        Some return a second thing, which nothing reads.
+        """
         layer: int = module.layer_idx
         if layer not in self._forwards:
             own = mixer_forward(module, hidden_states.device, hidden_states.dtype)
             self._forwards[layer] = own
-        forward, by_slots = self._forwards[layer]
+        forward, by_slots, scan = self._forwards[layer]
         if "attention_mask" in options:
             options["attention_mask"] = None
         found = []
@@ -129,17 +148,21 @@ class RecurrentLayers:
             part = hidden_states[0, rows.tokens]
             part = part[:, None] if rows.single else part[None]
             cache = self._cache(layer, rows, by_slots and rows.single)
+            if scan is not None:
+                scan.state = cache.get_linear_cache(layer)
             with self._step.adapted_by(rows.adapter_data):
                 computed = forward(part, **{**options, name: cache})
+            out = computed if isinstance(computed, Tensor) else computed[0]
             if layer not in self._examples:
                 self._learn(layer, cache.layers[layer])
                 decode = partial(forward, part[:, :1], **{**options, name: cache})
                 self._decodes.append((type(module).__name__, decode))
             self._keep(layer, rows, cache.layers[layer])
-            found.append(computed.flatten(0, 1))
-        return (torch.cat(found) if len(found) > 1 else found[0])[None]
+            found.append(out.flatten(0, 1))
+        together = (torch.cat(found) if len(found) > 1 else found[0])[None]
+        return together if isinstance(computed, Tensor) else (together, None)
 
-    def _cache(self, layer: int, rows: StateRows, by_slots: bool) -> Cache:
+    def _cache(self, layer: int, rows: StateRows, by_slots: bool) -> _Cache:
         """The states of some rows as transformers' cache has them.
 
         by_slots: recurrent ones are those of all batch slots, which the mixer changes.
@@ -147,7 +170,7 @@ class RecurrentLayers:
         own = copy.deepcopy(self._fresh[layer])
         own.update_recurrent_state = partial(_take, own)
         # The mixer looks at its own layer alone.
-        cache = Cache(layers=[*self._fresh[:layer], own])
+        cache = _Cache(layers=[*self._fresh[:layer], own])
         if rows.begins:
             return cache
         for kind, number, of_slots in self._states[layer]:

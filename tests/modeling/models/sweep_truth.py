@@ -13,6 +13,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from modeling.models.generic.linears import NOT_ADAPTED
+
 NUM_TOKENS = 9
 """The prefill's, and eight decoded ones."""
 
@@ -93,7 +95,7 @@ def _widest(loaded: Any) -> Any:
 def linears(model: Path) -> list[str]:
     """The linear maps inside the layers, but for those that PEFT takes no LoRA on."""
     loaded = load(model)
-    refused = "out_proj" if loaded.config.model_type in ("falcon_h1", "nemotron_h") else ""
+    refused = NOT_ADAPTED.get(loaded.config.model_type, "")
     return [name for name, module in loaded.named_modules()
             if isinstance(module, nn.Linear | Conv1D) and any(p.isdigit() for p in name.split("."))
             and name.rsplit(".", 1)[-1] != refused]  # fmt: skip

@@ -135,6 +135,31 @@ def _error(model: Path, prompt: list[int], dtype: DType = DType.FLOAT32) -> Tens
     return (full_logprobs(answer)[0] - told).abs()
 
 
+def test_layers_that_share_weights_have_them_once(tmp_path: Path) -> None:
+    model = write_tiny(tmp_path / "model", "zamba2")
+    parts = load_paged(engine_config(model), SingleRank(), torch.device("cpu")).parts
+    found = parts.weights.model
+    assert isinstance(found, GenericForCausalLM)
+    for name in ("feed_forward.down_proj", "self_attn.o_proj"):
+        first, other, third = (
+            found.causal.get_submodule(f"model.layers.{layer}.shared_transformer.{name}.linear")
+            for layer in (1, 2, 3)
+        )
+        assert first.base is third.base
+        assert first.base is not other.base
+
+
+def test_layers_that_could_share_weights_and_have_their_own(tmp_path: Path) -> None:
+    """As transformers reads a checkpoint that has both: each by its own tensor."""
+    model = write_tiny(tmp_path / "model", "zamba2")
+    tensors = load_file(model / "model.safetensors")
+    name = "model.layers.{}.shared_transformer.self_attn.o_proj.weight"
+    assert name.format(3) not in tensors
+    tensors[name.format(3)] = tensors[name.format(1)].roll(1, 0)
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    assert _error(model, [5, 60, 6, 7]).max() <= TOLERANCE[DType.FLOAT32]
+
+
 ENDS = ("model.embed_tokens.weight", "lm_head.weight")
 
 

@@ -36,6 +36,13 @@ def test_a_window_as_long_as_any_sequence_is_none() -> None:
     )
 
 
+def test_a_model_without_attention_has_blocks_without_memory() -> None:
+    found = layout()
+    (only,) = found.groups
+    assert (only.layers, only.kv.block_size, found.bytes_per_block) == ((), 16, 0)
+    assert allocate_blocks(found, 3, CPU) == []
+
+
 def test_a_layer_that_reads_anothers_pages_has_none() -> None:
     sharing = AttentionLayer(4, 2, 8, 0.5, window=32, source=0)
     found = layout(SLIDING, FULL, sharing)

@@ -146,9 +146,19 @@ OWN: dict[str, dict[str, Any]] = {
     "jamba": {
         "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8,
     },
+    "minimax": {"layer_types": LINEAR, "block_size": 4, "linear_attn_beta_factor": 0.7},
+    "mamba2": {
+        "num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 2, "chunk_size": 8,
+    },
     "laguna": {
         "num_attention_heads_per_layer": [4, 8],
         "layer_types": ["full_attention", "sliding_attention"],
+    },
+    "zamba2": {
+        "layers_block_type": ["linear_attention", "hybrid", "hybrid", "hybrid"],
+        "num_hidden_layers": 4, "num_mem_blocks": 2, "adapter_rank": 4, "n_mamba_heads": 4,
+        "mamba_d_state": 8, "mamba_ngroups": 2, "chunk_size": 8, "use_mem_rope": True,
+        "use_shared_attention_adapter": True, "num_key_value_heads": 4, "head_dim": 16,
     },
     "zaya": {"num_experts_per_tok": 1},
     "llama4_text": {
@@ -184,7 +194,8 @@ def tiny_config(kind: str, variant: str = "plain", **changes: Any) -> PreTrained
         fields["num_key_value_heads"] = fields["num_attention_heads"]
     types = getattr(usual, "layer_types", None)
     named = (getattr(config_class, key, None) for key in ("layer_types", "layers_block_type"))
-    if types and not any(isinstance(each, property) for each in named):
+    has_own = "layers_block_type" in OWN.get(kind, {})
+    if types and not has_own and not any(isinstance(each, property) for each in named):
         fields["layer_types"] = (list(dict.fromkeys(types)) * 2)[:2]
     fields = {**fields, **ENDS, **OWN.get(kind, {})}
     if variant == "wide":

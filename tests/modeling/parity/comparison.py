@@ -36,6 +36,7 @@ from tests.checkpoints_generic import (
     GENERIC_ENDS,
     INDEX_ADAPTERS,
     MIXER_ADAPTERS,
+    MIXER_ENDS,
     write_generic,
     write_headless,
 )
@@ -275,6 +276,7 @@ FAMILIES: dict[str, Family] = {
     "vocabulary_relative": Family(write_relative, VOCABULARY_ADAPTERS),
     "generic": Family(write_generic, GENERIC_ADAPTERS),
     "mixers": Family(write_generic, MIXER_ADAPTERS),
+    "mixers_ends": Family(write_generic, MIXER_ENDS),
     "indexed": Family(write_generic, INDEX_ADAPTERS),
     "mixture": Family(write_mixture, EXPERT_ADAPTERS),
     "headless": Family(write_headless, EXPERT_ADAPTERS),

@@ -13,7 +13,7 @@ from configs.wire.sampling import Sampling
 from modeling.adapters.peft.folder import open_adapter
 from modeling.runner.adapter_check import adaptable
 from tests.checkpoints import load_oracle, oracle_logits
-from tests.checkpoints_generic import GENERIC, MIXTURES
+from tests.checkpoints_generic import GENERIC, MAMBAS, MIXTURES
 from tests.checkpoints_stacks import IMAGE, STACKS, larger_model
 from tests.modeling.parity.comparison import (
     BASE,
@@ -39,8 +39,8 @@ EVERYONE = [BASE, "r8", "columns", "rows"]
 
 
 MAIN = {
-    *("gemma2", "gemma4_text", "glm4", "granite_hybrid", "lfm2", "llama4_text", "olmo2"),
-    "qwen3_5_text",
+    *("gemma2", "gemma4_text", "glm4", "granite_hybrid", "jamba", "lfm2", "llama4_text", "minimax"),
+    *("olmo2", "qwen3_5_text"),
 }
 """Those whose layers differ most; every type has its own cell in `models/test_generic_types.py`."""
 
@@ -57,9 +57,42 @@ def test_together(world: World, variant: str, ranks: int) -> None:
 
 
 @pytest.mark.parametrize(
+    ("variant", "ranks"), swept_rows(product(MAMBAS, (1, 2)), lambda *row: row == ("mamba", 2))
+)
+def test_models_without_attention(world: World, variant: str, ranks: int) -> None:
+    """Base and adapter in one batch, a prompt in chunks, requests that are preempted."""
+    names = [BASE, "r8", BASE]
+    compare(world, Setting("mixers", variant, ranks, names, rejoins_at=2))
+
+
+@pytest.mark.sweep
+def test_an_embedding_of_a_model_without_attention(world: World) -> None:
+    """Tied to the head, whose rows stay."""
+    names = [BASE, "embedding", "r8"]
+    compare(world, Setting("mixers_ends", "mamba", 2, names, vocabulary=True))
+
+
+def test_an_embedding_that_the_server_does_not_adapt(world: World) -> None:
+    folder = world.adapter("mixers_ends", "mamba", "embedding")
+    assert folder is not None
+    config = engine_config(world.model("mixers_ends", "mamba"))
+    closed = config.adapters.model_copy(update={"vocabulary": False})
+    config = config.model_copy(update={"adapters": closed})
+    with pytest.raises(AdapterError, match=r"embeddings.* adapters\.vocabulary true"):
+        open_adapter(folder, adaptable(config), 64)
+
+
+@pytest.mark.parametrize("variant", swept(["mamba", "mamba2"], lambda variant: variant == "mamba"))
+def test_models_without_attention_scheduled(world: World, variant: str) -> None:
+    """Under the real scheduler: blocks without memory are given out, and their ranks are lost."""
+    names, lengths = [BASE, BASE, "r8"], (37, 37, 21)
+    compare(world, Setting("mixers", variant, 1, names, lengths=lengths, lost_at=9))
+
+
+@pytest.mark.parametrize(
     "variant",
     swept(
-        ["gemma2", "olmo3", "deepseek_v3", "gpt_oss", "qwen3_5_text", "granite_hybrid"],
+        ["gemma2", "olmo3", "deepseek_v3", "gpt_oss", "qwen3_5_text", "granite_hybrid", "jamba"],
         lambda variant: variant in ("gemma2", "gpt_oss", "qwen3_5_text"),
     ),
 )

@@ -7,18 +7,26 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
+from modeling.layers.selective_scan import selective_scan as scan
 from modeling.models.context import StateRows
+from modeling.models.generic import lightning, mixer_functions
 from modeling.models.generic.recurrent import KINDS, RecurrentLayers
 from modeling.runner import state_rows
 from modeling.runner.cuda_graphs import DecodeGraphs, PaddedStep
 from modeling.runner.input_batch import StepLayout
 from tests.modeling.parity.comparison import BASE, Setting, World, compare, expect_mismatch
 from tests.modeling.runner.test_recurrent_graphs import replay
+from tests.sweeps import swept_rows
 
 DELTA_NET = Setting("generic", "qwen3_5_text", 1, [BASE, "r8"])
 CONVOLUTION = Setting("generic", "lfm2", 2, [BASE, "r8"])
-SETTINGS = pytest.mark.parametrize("setting", [DELTA_NET, CONVOLUTION], ids=lambda s: s.variant)
+SELECTIVE = Setting("mixers", "mamba", 1, [BASE, "r8"])
+LIGHTNING = Setting("mixers", "minimax", 1, [BASE, "r8"])
+EVERY = [DELTA_NET, CONVOLUTION, SELECTIVE, LIGHTNING]
+SETTINGS = pytest.mark.parametrize("setting", EVERY, ids=lambda setting: setting.variant)
 
 
 @pytest.mark.sweep
@@ -37,7 +45,7 @@ def _rows_as(monkeypatch: pytest.MonkeyPatch, **changed: Any) -> None:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("setting", [DELTA_NET, CONVOLUTION], ids=lambda s: str(s.variant))
+@SETTINGS
 @pytest.mark.parametrize("begins", [True, False])
 def test_states_that_are_forgotten_or_left_by_others(
     world: World, monkeypatch: pytest.MonkeyPatch, begins: bool, setting: Setting
@@ -59,6 +67,65 @@ def test_recurrent_layers_without_the_rows_adapters(
 ) -> None:
     _rows_as(monkeypatch, adapter_data=lambda _: None)
     expect_mismatch(world, DELTA_NET)
+
+
+def _scan_from_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As transformers' own scan begins, whatever came before."""
+
+    def stateless(*given: Any) -> tuple[Tensor, Tensor]:
+        *others, _ = given
+        return scan(*others)
+
+    monkeypatch.setattr(mixer_functions, "selective_scan", stateless)
+
+
+def _blocks_from_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = lightning._in_blocks
+
+    def in_blocks(module: Any, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        return real(module, hidden, torch.zeros_like(state))
+
+    monkeypatch.setattr(lightning, "_in_blocks", in_blocks)
+
+
+def _without_skip(monkeypatch: pytest.MonkeyPatch) -> None:
+    def skipless(*given: Any) -> tuple[Tensor, Tensor]:
+        x, dt, a, b, c, _, gate, state = given
+        return scan(x, dt, a, b, c, None, gate, state)
+
+    monkeypatch.setattr(mixer_functions, "selective_scan", skipless)
+
+
+def _decay_of_a_whole_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = lightning._in_blocks
+
+    def in_blocks(module: Any, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        out, behind = real(module, hidden, state)
+        rest = hidden.shape[1] % module.block_size
+        missing = -rest % module.block_size
+        return out, behind * torch.exp(-module.slope_rate * missing)
+
+    monkeypatch.setattr(lightning, "_in_blocks", in_blocks)
+
+
+FAULTS = {
+    _scan_from_nothing: SELECTIVE, _without_skip: SELECTIVE, _blocks_from_nothing: LIGHTNING,
+    _decay_of_a_whole_block: LIGHTNING,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("plant", "setting"),
+    swept_rows(FAULTS.items(), lambda plant, _: plant is _scan_from_nothing),
+)
+def test_tokens_behind_a_state_that_are_computed_otherwise(
+    world: World,
+    monkeypatch: pytest.MonkeyPatch,
+    plant: Callable[[pytest.MonkeyPatch], None],
+    setting: Setting,
+) -> None:
+    plant(monkeypatch)
+    expect_mismatch(world, setting)
 
 
 @pytest.mark.sweep

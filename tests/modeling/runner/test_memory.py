@@ -16,6 +16,7 @@ from modeling.runner.memory import (
     cpu_blocks,
     cuda_blocks,
     dequantised_bytes,
+    empty_blocks,
     expert_pages,
     vocabulary_copies,
     vocabulary_pages,
@@ -52,6 +53,14 @@ def test_a_cpu_caches_every_place_within_its_budget() -> None:
     assert cpu_blocks(BatchSize(4, 100, 16), 1000) == 28
     assert cpu_blocks(BatchSize(256, 4096, 16), 2**20) == CPU_CACHE_BYTES // 2**20
     assert cpu_blocks(BatchSize(256, 4096, 16), GIB) == 256
+
+
+def test_blocks_without_memory_are_as_many_as_any_request_or_prefix_needs() -> None:
+    assert empty_blocks(BatchSize(4, 100, 16), 3) == 49
+    memory = DeviceMemory(total=80 * GIB, free=64 * GIB)
+    assert cuda_blocks(ENGINE, memory, 0, 0, empty=49) == 49
+    with pytest.raises(ValueError, match="no memory is left"):
+        cuda_blocks(ENGINE, memory, 80 * GIB, 0, empty=49)
 
 
 def test_numbers_beside_integers_take_their_part_of_what_the_cache_would_get() -> None:

@@ -85,3 +85,23 @@ def test_neighbours_go_together_where_all_have_a_state_or_none() -> None:
     ]  # fmt: skip
     assert [r.adapter_data is None for r in rows] == [True, False, True, False, False]
     assert seen == [([2], [2]), ([-1, 3], [1, 2]), ([3], [2])]
+
+
+@pytest.mark.parametrize("dtype", [CacheDType.AUTO, CacheDType.FP8])
+def test_a_model_without_attention_takes_no_memory_for_keys(
+    tmp_path: Path, dtype: CacheDType
+) -> None:
+    """Its blocks, as many as all requests and kept prefixes can need, count positions alone."""
+    model = write_generic(tmp_path / "model", "mamba")
+    cache = CacheConfig(block_size=BLOCK_SIZE, dtype=dtype, kept_states=2)
+    config = engine_config(model, cache=cache)
+    limits = config.limits.model_copy(update={"max_total_tokens": 5 * BLOCK_SIZE})
+    config = config.model_copy(update={"limits": limits})
+    runner = load_paged(config, SingleRank(), torch.device("cpu")).allocate()
+    report, capacity = runner.report, capacity_of(runner.report)
+    assert (report.kv_bytes, report.num_blocks) == (0, (16 + 2) * 5)
+    assert capacity.longest_sequence == capacity.max_total_tokens == 5 * BLOCK_SIZE
+    # Four layers: 48 channels, for 4 positions and of 8 numbers.
+    assert report.state_bytes == (16 + 2) * 4 * 4 * 48 * (4 + 8)
+    (answer,) = generate(runner, [Asked(PROMPT, 4)], report.num_blocks, BLOCK_SIZE)
+    assert len(answer.tokens) == 4

@@ -183,7 +183,7 @@ def test_the_tape_refuses_what_a_graph_would(read: Callable[[Tensor], Any]) -> N
         taped(partial(read, torch.ones(3)))
 
 
-FEW = ("bamba", "kimi_linear", "lfm2", "qwen3_5_text")
+FEW = ("bamba", "kimi_linear", "lfm2", "mamba", "minimax", "qwen3_5_text")
 """A type of each kind of layers."""
 
 

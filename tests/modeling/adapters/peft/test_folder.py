@@ -1,5 +1,6 @@
 import os
 from dataclasses import replace
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,22 @@ def test_each_module_has_its_own_rank_and_scaling(tmp_path: Path) -> None:
         ModulePosition(1, 2): 3 / 2**0.5,
     }
     assert scales == pytest.approx(expected, rel=1e-6)
+
+
+def test_factors_of_maps_that_are_computed_without_them_are_left_out(tmp_path: Path) -> None:
+    """With their scales, and whatever they are; the same map's bias is refused, as it counts."""
+    idle = {f"base_model.model.model.layers.0.dt_proj.lora_{part}": torch.full((2, 2), nan)
+            for part in ("A.weight", "B.weight", "magnitude_vector")}  # fmt: skip
+    own = [replace(each, idle_modules=("dt_proj",)) for each in PROJECTIONS]
+    tensors = factors(UP, [4, 4, 4])
+    adapter = open_adapter(write_lora(tmp_path / "one", {**tensors, **idle}), own, 64)
+    assert len(list(adapter.read())) == 3
+    bias = {"base_model.model.model.layers.0.dt_proj.bias": torch.ones(2)}
+    folder = write_lora(tmp_path / "two", {**tensors, **idle, **bias}, bias="lora_only")
+    with pytest.raises(AdapterError, match=r"dt_proj\.bias is the bias of no adaptable"):
+        open_adapter(folder, own, 64)
+    with pytest.raises(AdapterError, match=r"holds no LoRA tensor: it adapts nothing"):
+        open_adapter(write_lora(tmp_path / "three", idle), own, 64)
 
 
 def test_stacks_of_any_size_are_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
