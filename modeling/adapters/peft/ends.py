@@ -262,12 +262,19 @@ def _check_copy(file: TensorFile, key: str, base: BaseRows) -> None:
         own = base.rows[start : start + COPY_ROWS].cpu()
         first = base.first + start
         saved = file.rows(key, first, first + len(own)).to(own.dtype)
-        if not torch.equal(own, saved):
+        if torch.equal(own, saved):
+            continue
+        if key.endswith(".bias"):
             refuse(
-                f"{key} is not this model's weight: it was trained as a whole, or the adapter is "
-                "for another base model; name it in modules_to_save, or save the adapter with "
-                "save_embedding_layers=False"
+                f"{key} is not this model's bias: it was trained with a whole head, of which "
+                "adapters bring the weight alone here, or the adapter is for another base model; "
+                "merge it into its base model"
             )
+        refuse(
+            f"{key} is not this model's weight: it was trained as a whole, or the adapter is for "
+            "another base model; name it in modules_to_save, or save the adapter with "
+            "save_embedding_layers=False"
+        )
 
 
 def _check_vocabulary(key: str, shape: Sequence[int], wanted: tuple[int, ...]) -> None:
