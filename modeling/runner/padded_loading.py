@@ -24,7 +24,7 @@ from transformers.utils.import_utils import is_accelerate_available, is_bitsandb
 
 from configs.architectures.base import ArchitectureError, refuse_window_of_one
 from configs.architectures.files import read_config
-from configs.architectures.generic import RECURRENT_TYPES
+from configs.architectures.generic import PAGED_TYPES
 from configs.architectures.padded import PaddedArchitecture
 from configs.architectures.select import load_architecture, load_padded, padded_reason
 from configs.model import DType, LoadFormat, ModelConfig, Quantize
@@ -143,7 +143,7 @@ def _check_quantize(config: ModelConfig) -> None:
 
 def _check_state(config: PretrainedConfig, reason: str | None) -> None:
     """Refuse models with layers that keep anything but keys and values; reason: of padding."""
-    is_paged = config.model_type in RECURRENT_TYPES and reason is not None
+    is_paged = config.model_type in PAGED_TYPES and reason is not None
     unpaged = f"; else it would be paged, but {reason}" if is_paged else ""
     kinds = set(getattr(config.get_text_config(decoder=True), "layer_types", None) or ())
     for kind in sorted(kinds - PADDABLE_LAYERS):

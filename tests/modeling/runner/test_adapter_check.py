@@ -135,6 +135,17 @@ def test_trained_tokens_over_a_padded_model_are_refused_for_that_alone(tmp_path:
     assert reason.startswith("trainable_token_indices")
 
 
+def test_an_embedding_by_another_name_is_refused_with_the_setting(tmp_path: Path) -> None:
+    model = write_padded(tmp_path / "model", "bloom")
+    recipe = AdapterRecipe(target_modules=("word_embeddings",), save_embeddings=False)
+    folder = write_adapter(tmp_path / "it", model, recipe)
+    settings = AdaptersConfig(vocabulary=False)
+    config = EngineConfig(model=ModelConfig(id=str(model)), adapters=settings)
+    found = judge(folder, adaptable(config), settings, lambda done, total: None)
+    assert found.reasons
+    assert all("adapters.vocabulary true" in reason for reason in found.reasons)
+
+
 def test_weights_of_a_paged_model_are_not_needed(tmp_path: Path) -> None:
     folder = write_llama(tmp_path / "model")
     for path in folder.glob("*.safetensors"):
