@@ -213,6 +213,8 @@ def _compare(
     longest = PROMPT if architecture.stretches else architecture.max_total_tokens - NUM_TOKENS
     if padded is not None:
         longest = padded.report.max_total_tokens - NUM_TOKENS
+    if longest < 1:
+        raise NoTruthError("the longest sequence is no longer than an answer")
     prompts = [
         (folder, [rng.randrange(3, 96) for _ in range(min(length, longest))])
         for folder in (None, *case.adapters)

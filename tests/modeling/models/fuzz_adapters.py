@@ -129,6 +129,7 @@ def _write(rng: random.Random, folder: Path, model: Path, fields: dict[str, Any]
         warnings.simplefilter("ignore")  # PEFT warns of layouts and of what it renames.
         adapted = get_peft_model(load(model), LoraConfig(**fields))
     generator = torch.Generator().manual_seed(rng.randrange(2**31))
+    as_it_was = rng.choice((".bias", "no name"))
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
@@ -136,7 +137,7 @@ def _write(rng: random.Random, folder: Path, model: Path, fields: dict[str, Any]
                 parameter.mul_(1 + 0.3 * noise)
             elif "lora_" in name:
                 parameter.copy_(0.2 * noise)
-            elif parameter.requires_grad:
+            elif parameter.requires_grad and not name.endswith(as_it_was):
                 parameter.add_(0.1 * noise)
     with_ends = rng.choice(("auto", "auto", True, False))
     adapted.save_pretrained(str(folder), save_embedding_layers=with_ends)

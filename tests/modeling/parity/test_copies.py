@@ -103,6 +103,28 @@ def staged(model: Path, folder: Path, ranks: int, dtype: DType = DType.AUTO) -> 
     return run_in_memory(ranks, stage)
 
 
+@pytest.mark.parametrize("save_embeddings", [True, False])
+def test_a_whole_heads_bias_is_a_copy(tmp_path: Path, save_embeddings: bool) -> None:
+    """PEFT saves it three times where it saves embeddings, and reads one of them."""
+    model = write_padded(tmp_path / "model", "gptj")
+    recipe = AdapterRecipe(
+        save_embeddings=save_embeddings,
+        target_modules=("q_proj",),
+        extra={"modules_to_save": ["lm_head"]},
+    )
+    folder = write_adapter(tmp_path / "it", model, recipe)
+    bias = load_file(model / "model.safetensors")["lm_head.bias"]
+    tensors = tensors_of(folder)
+    names = [key for key in tensors if key.endswith(".bias")]
+    assert len(names) == (3 if save_embeddings else 1)
+    tensors.update({key: bias.clone() for key in names})
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    opened = engine_config(model).adapters.model_copy(update={"vocabulary_copies": 1})
+    config = engine_config(model, adapters=opened)
+    runner = load_paged(config, SingleRank(), torch.device("cpu")).allocate()
+    assert runner.stage(FetchedAdapter(AdapterKey(1), "it", str(folder), "it"))
+
+
 def test_a_heads_bias_that_was_trained_is_named(tmp_path: Path) -> None:
     """No setting serves it, and modules_to_save, which has the whole head, is no remedy."""
     model = write_padded(tmp_path / "model", "gptj")
