@@ -79,7 +79,7 @@ def load_causal_lm(config: ModelConfig, device: torch.device, spread: bool) -> L
     if config.quantize is not Quantize.NONE:
         _check_quantize(config)
     model_config = read_model_config(config, folder)
-    _check_state(model_config, padded_reason(load_architecture(folder)))
+    _check_state(model_config, folder)
     dtype = weights_dtype(config, model_config, folder)
     if config.load_format is LoadFormat.DUMMY:
         model = _dummy(config, model_config, device, dtype)
@@ -141,12 +141,13 @@ def _check_quantize(config: ModelConfig) -> None:
     logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
 
 
-def _check_state(config: PretrainedConfig, reason: str | None) -> None:
-    """Refuse models with layers that keep anything but keys and values; reason: of padding."""
-    is_paged = config.model_type in PAGED_TYPES and reason is not None
-    unpaged = f"; else it would be paged, but {reason}" if is_paged else ""
+def _check_state(config: PretrainedConfig, folder: Path) -> None:
+    """Refuse models with layers that keep anything but keys and values."""
     kinds = set(getattr(config.get_text_config(decoder=True), "layer_types", None) or ())
     for kind in sorted(kinds - PADDABLE_LAYERS):
+        is_paged = config.model_type in PAGED_TYPES
+        reason = padded_reason(load_architecture(folder)) if is_paged else None
+        unpaged = f"; else it would be paged, but {reason}" if reason else ""
         what = UNPADDABLE_LAYERS.get(kind, "keep a recurrent state, which padding would enter")
         raise ArchitectureError(
             f"layer_types {kind}: such layers {what}; only layers that keep one key and one value "
