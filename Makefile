@@ -9,7 +9,7 @@ READY := $(VENV)/.ready-dev
 # take twice as long.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup serve test test-all test-gpu check fmt parity sweep families bench soak kills \
+.PHONY: setup serve test test-all test-gpu check fmt parity sweep fuzz families bench soak kills \
 	test-gateways lock test-clients image-steps clean
 
 setup: $(READY)
@@ -63,6 +63,11 @@ parity: $(READY)
 # ARGS=--page writes docs/models.md.
 sweep: $(READY)
 	$(BIN)/python -m tests.modeling.models.sweep $(ARGS)
+
+# Random configs, files, adapters and loads beside transformers + PEFT: two minutes, or
+# ARGS="--seconds N --seed S".
+fuzz: $(READY)
+	$(BIN)/python -m tests.modeling.models.fuzz $(ARGS)
 
 # Five families made of transformers' modules, two adapters each, over HTTP: two minutes.
 families: $(READY)

@@ -166,6 +166,15 @@ GENERIC: dict[str, dict[str, Any]] = {
     "nemotron": {"head_dim": 8},
     "olmo": {"clip_qkv": 2.0, "head_dim": 8},
     "olmo2": {"head_dim": 8},
+    # A norm over all heads is a head's own where there is one, and what is clipped comes behind it.
+    "olmoe_clipped": {
+        "model_type": "olmoe",
+        "clip_qkv": 0.5,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+    },
     "olmo3": {"head_dim": 8, "layer_types": MIXED, "sliding_window": WINDOW},
     "phi": {"head_dim": 8},
     "qwen3_5_text": {**DELTA_NET, "layer_types": LINEAR},

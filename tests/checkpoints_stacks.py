@@ -532,7 +532,7 @@ _PLACEHOLDERS = tuple(
 """How their configs name what stands for images and sound."""
 
 
-def _class_of(kind: str) -> str:
+def class_of(kind: str) -> str:
     """The larger model's class of a `model_type`."""
     names: dict[str, str] = {
         **modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
@@ -543,13 +543,20 @@ def _class_of(kind: str) -> str:
 
 def larger_model(stack: str) -> Any:
     """A tiny model of STACKS as transformers makes it."""
-    fields = dict(STACKS[stack])
-    kind = fields.pop("model_type", stack)
-    config = CONFIG_MAPPING[kind](**{**fields, **dict.fromkeys(_PLACEHOLDERS, IMAGE)})
-    made: Any = getattr(transformers, _class_of(kind))
-    if kind == "gemma3n":
+    config = larger_config(stack)
+    made: Any = getattr(transformers, class_of(config.model_type))
+    if config.model_type == "gemma3n":
         _need_tower(config.vision_config)
     return made(config)
+
+
+def larger_config(stack: str, **changes: Any) -> Any:
+    """The config of a tiny model of STACKS; changes: of its decoder's fields."""
+    fields = dict(STACKS[stack])
+    if changes:
+        fields["text_config"] = {**fields["text_config"], **changes}
+    kind = fields.pop("model_type", stack)
+    return CONFIG_MAPPING[kind](**{**fields, **dict.fromkeys(_PLACEHOLDERS, IMAGE)})
 
 
 def write_stack(folder: Path, variant: str) -> Path:

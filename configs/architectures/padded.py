@@ -69,6 +69,11 @@ def parse(name: str, config: Mapping[str, Any]) -> PaddedArchitecture:
     kind = config.get("model_type")
     if kind == "mpt":
         _refuse_unread(config)
+    if kind == "doge" and config.get("is_moe"):
+        raise ArchitectureError(
+            "is_moe: transformers mixes the routers of a Doge's tokens in each call, so that "
+            "answers would depend on other requests: it is not served"
+        )
     # Falcon keeps max_position_embeddings in its config when ALiBi makes it meaningless.
     given = _first(config, _LENGTHS) or _OWN_LENGTHS.get(str(kind))
     length = None if config.get("alibi") else given

@@ -154,7 +154,7 @@ def base_tensors(config: EngineConfig, folder: Path) -> Mapping[str, BaseRows]:
     architecture = load_architecture(fetch_model(config.model))
     if padded_reason(architecture) is not None:
         return _padded(config, architecture).base_tensors()
-    return load_model(config, SingleRank(), CPU).model.base_tensors()
+    return load_model(config, SingleRank(), CPU).base_tensors()
 
 
 def _padded(config: EngineConfig, architecture: ModelArchitecture) -> "CausalLM | Encoder":

@@ -94,7 +94,7 @@ def load_paged(config: EngineConfig, group: TensorParallel, device: torch.device
         whole = copy_bytes(model.projections, model.dtype)
         copies = vocabulary_copies(config.adapters, whole, memory)
         size = bank_size(config.adapters, pages, copies, experts)
-        bank = _bank(model, size, device)
+        bank = _bank(weights, size, device)
         weights = _with_dequantised(config, weights, cache.bytes_per_block)
         plan = kernel.plan(bank, config.limits.max_step_tokens) if kernel.plan and pages else None
     return LoadedPaged(
@@ -160,8 +160,9 @@ def _allocate_states(config: EngineConfig, model: PagedModel) -> None:
 
 
 @timed("adapter pools")
-def _bank(model: PagedModel, size: BankSize, device: torch.device) -> AdapterBank:
-    rows, linears = model.base_tensors(), base_linears(cast(nn.Module, model))
+def _bank(weights: LoadedModel, size: BankSize, device: torch.device) -> AdapterBank:
+    model, rows = weights.model, weights.base_tensors()
+    linears = base_linears(cast(nn.Module, model))
     with fitting(POOL_SETTINGS):
         return AdapterBank(model.projections, size, model.dtype, device, rows, linears)
 

@@ -18,7 +18,7 @@ from modeling.adapters.linear import biased_projections
 from modeling.adapters.norms import norm_projection
 from modeling.adapters.peft.heads import heads_projection
 from modeling.adapters.peft.score import score_projection
-from modeling.adapters.projection import ROUTED_KINDS, Projection, ProjectionKind
+from modeling.adapters.projection import ROUTED_KINDS, BaseRows, Projection, ProjectionKind
 from modeling.adapters.whole_linears import whole_projections
 from modeling.attention.kv_cache import FP8, CacheScales
 from modeling.attention.scales import stored_scales
@@ -68,6 +68,13 @@ class LoadedModel(LoadedWeights):
     architecture: ModelArchitecture
     weight_forms: Mapping[str, int]
     cache_scales: tuple[CacheScales, ...] | None = None
+
+    def base_tensors(self) -> Mapping[str, BaseRows]:
+        """Return what adapters may hold copies of, by the names of a larger model's too."""
+        own = self.model.base_tensors()
+        if not self.architecture.is_text_stack:
+            return own
+        return {name: rows for path, rows in own.items() for name in (path, *outer_paths(path))}
 
 
 def pick_device(wanted: Device) -> torch.device:

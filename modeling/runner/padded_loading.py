@@ -24,8 +24,9 @@ from transformers.utils.import_utils import is_accelerate_available, is_bitsandb
 
 from configs.architectures.base import ArchitectureError, refuse_window_of_one
 from configs.architectures.files import read_config
+from configs.architectures.generic import PAGED_TYPES
 from configs.architectures.padded import PaddedArchitecture
-from configs.architectures.select import load_padded
+from configs.architectures.select import load_architecture, load_padded, padded_reason
 from configs.model import DType, LoadFormat, ModelConfig, Quantize
 from modeling.models.causal_lm import CausalLM
 from modeling.models.padded.sharing import rope_kinds
@@ -78,7 +79,7 @@ def load_causal_lm(config: ModelConfig, device: torch.device, spread: bool) -> L
     if config.quantize is not Quantize.NONE:
         _check_quantize(config)
     model_config = read_model_config(config, folder)
-    _check_state(model_config)
+    _check_state(model_config, folder)
     dtype = weights_dtype(config, model_config, folder)
     if config.load_format is LoadFormat.DUMMY:
         model = _dummy(config, model_config, device, dtype)
@@ -140,14 +141,17 @@ def _check_quantize(config: ModelConfig) -> None:
     logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
 
 
-def _check_state(config: PretrainedConfig) -> None:
+def _check_state(config: PretrainedConfig, folder: Path) -> None:
     """Refuse models with layers that keep anything but keys and values."""
     kinds = set(getattr(config.get_text_config(decoder=True), "layer_types", None) or ())
     for kind in sorted(kinds - PADDABLE_LAYERS):
+        is_paged = config.model_type in PAGED_TYPES
+        reason = padded_reason(load_architecture(folder)) if is_paged else None
+        unpaged = f"; else it would be paged, but {reason}" if reason else ""
         what = UNPADDABLE_LAYERS.get(kind, "keep a recurrent state, which padding would enter")
         raise ArchitectureError(
             f"layer_types {kind}: such layers {what}; only layers that keep one key and one value "
-            f"for each position are served ({', '.join(sorted(PADDABLE_LAYERS))})"
+            f"for each position are served ({', '.join(sorted(PADDABLE_LAYERS))}){unpaged}"
         )
 
 

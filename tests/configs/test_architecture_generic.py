@@ -111,6 +111,15 @@ def test_settings_that_stay_padded(config: dict[str, Any], reason: str) -> None:
     assert reason in str(padded_reason(found))
 
 
+def test_a_doge_with_experts_is_refused() -> None:
+    """Its routers mix tokens, of other requests too."""
+    fields = {"model_type": "doge", "architectures": ["DogeForCausalLM"], "vocab_size": 96}
+    fields |= {"num_hidden_layers": 2, "max_position_embeddings": 64, "is_moe": False}
+    assert parse_architecture(fields).num_layers == 2
+    with pytest.raises(ArchitectureError, match=r"is_moe: .* other requests"):
+        parse_architecture({**fields, "is_moe": True})
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -83,6 +83,11 @@ def padded_runner(
     runner = load_padded(
         EngineConfig.model_validate(fields), SingleRank(), device, spread
     ).allocate()
+    return place_padded(runner, folders)
+
+
+def place_padded(runner: PaddedRunner, folders: Sequence[Path]) -> PaddedRunner:
+    """Place adapters at their indices; pools hold NaN elsewhere."""
     for pool in runner._bank.pools:
         pool.a.fill_(float("nan"))
         pool.bt.fill_(float("nan"))

@@ -31,8 +31,8 @@ COPY_SUFFIX = ".base_layer.weight"
 TOKENS_COPY_SUFFIX = ".token_adapter.base_layer.weight"
 ORIGINAL_SUFFIX = ".original_module.weight"
 """Of the base weight beside a whole one, where PEFT saves ends with all that their modules hold."""
-TWICE_SUFFIX = ".modules_to_save.weight"
-"""Of the whole weight once more, there; PEFT does not read it."""
+TWICE_SUFFIXES = (".modules_to_save.weight", ".modules_to_save.bias")
+"""Of the whole weight and its bias once more, there; PEFT does not read them."""
 COPIES = (TOKENS_COPY_SUFFIX, ORIGINAL_SUFFIX)
 BIAS_COPIES = (".base_layer.bias", ".original_module.bias")
 """Of the bias of a head, beside factors or a whole head."""
@@ -136,7 +136,9 @@ def find_ends(
                 )
             found.matrices[present[0]] = ModulePosition(_whole_pool(end, projections, plan), 0)
             found.copies.pop(present[0], None)
-            found.idle.update(PREFIX + module + TWICE_SUFFIX for module in end.modules(0))
+            found.idle.update(
+                PREFIX + m + suffix for m in end.modules(0) for suffix in TWICE_SUFFIXES
+            )
         else:
             found.copies.update(dict.fromkeys(present, end.base_rows))
         for module in end.modules(0):
@@ -262,12 +264,19 @@ def _check_copy(file: TensorFile, key: str, base: BaseRows) -> None:
         own = base.rows[start : start + COPY_ROWS].cpu()
         first = base.first + start
         saved = file.rows(key, first, first + len(own)).to(own.dtype)
-        if not torch.equal(own, saved):
+        if torch.equal(own, saved):
+            continue
+        if key.endswith(".bias"):
             refuse(
-                f"{key} is not this model's weight: it was trained as a whole, or the adapter is "
-                "for another base model; name it in modules_to_save, or save the adapter with "
-                "save_embedding_layers=False"
+                f"{key} is not this model's bias: it was trained with a whole head, of which "
+                "adapters bring the weight alone here, or the adapter is for another base model; "
+                "merge it into its base model"
             )
+        refuse(
+            f"{key} is not this model's weight: it was trained as a whole, or the adapter is for "
+            "another base model; name it in modules_to_save, or save the adapter with "
+            "save_embedding_layers=False"
+        )
 
 
 def _check_vocabulary(key: str, shape: Sequence[int], wanted: tuple[int, ...]) -> None:

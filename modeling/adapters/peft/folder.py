@@ -57,8 +57,11 @@ SETTING_ADVICE = (
 MAX_UNKNOWN = 64
 """Most unknown tensors that a refusal examines; a file may hold any number of them."""
 
-ENDS = frozenset({"embed_tokens", "lm_head", "embed_in", "embed_out", "wte"})
-"""Names of embeddings and heads in models' module paths."""
+ENDS = frozenset(
+    {"embed_tokens", "lm_head", "embed_in", "embed_out", "wte", "word_embeddings"}
+    | {"tok_embeddings", "token_adapter"}
+)
+"""Names of embeddings and heads in models' module paths, and PEFT's of rows that it sets there."""
 BEHIND_LAYERS = ENDS | {"pooler", "predictions"}
 """The same, and names of what other layers between the last one and the head are parts of."""
 

@@ -220,8 +220,9 @@ def _defer_norms(causal: nn.Module, step: CurrentStep) -> int:
     """Let attention norm the heads of q, k and v itself where it rotates; return how many norms."""
     count = 0
     for module in list(causal.modules()):
-        scope = getattr(module.__dict__.get("forward"), "__globals__", {})
-        if not any(name in scope for name in ROTATIONS):
+        forward = module.__dict__.get("forward")
+        scope = getattr(forward, "__globals__", {})
+        if not any(name in scope for name in ROTATIONS) or _overwrites(forward):
             continue
         for name in ("q_norm", "k_norm", "v_norm"):
             norm, width = getattr(module, name, None), getattr(module, "head_dim", 0)
@@ -233,6 +234,15 @@ def _defer_norms(causal: nn.Module, step: CurrentStep) -> int:
                 norm.deferral, norm.is_of_values = step, name == "v_norm"
                 count += 1
     return count
+
+
+def _overwrites(forward: Any) -> bool:
+    """Return whether a forward overwrites tensors, as OLMoE clips q and k behind their norms.
+
+    What stands for its norm until attention would be changed before it is normed.
+    """
+    names = (name for name in forward.__code__.co_names if not name.startswith("_"))
+    return any(name.endswith("_") and hasattr(Tensor, name) for name in names)
 
 
 def _plain_norm(module: nn.Module, width: int, device: torch.device) -> nn.Module:

@@ -137,7 +137,7 @@ def _errors(
         pairs = zip(answers, told, strict=True)
         # Where rounding chooses another expert for a prompt's token, all rows behind it move: of
         # rounded answers the second worst counts.
-        which, errors = (-2, _median) if way.startswith(ROUNDED) else (-1, _error)
+        which, errors = (-2, _median) if way.startswith(ROUNDED) else (-1, error_of)
         worst = sorted(errors(answer, truth) for answer, truth in pairs)[which]
         found[way] = max(worst, found.get(way, 0.0))
     return found
@@ -153,7 +153,7 @@ def _short(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".replace("\n", " ")[:300]
 
 
-def _error(answer: Answer, told: Told) -> float:
+def error_of(answer: Answer, told: Told) -> float:
     """The largest difference of logprobs, up to where the tokens part; NaN is infinite."""
     return max(float(row.abs().nan_to_num(nan=float("inf")).max()) for row in _rows(answer, told))
 
@@ -172,6 +172,15 @@ def _rows(answer: Answer, told: Told) -> Iterator[Tensor]:
         yield torch.tensor(own.top_logprobs) - told.logprobs[step][own.top_ids]
         if answer.tokens[step] != token:
             break
+
+
+def quiet() -> None:
+    """Leave a command's output to itself."""
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    bars: Any = transformers.utils.logging
+    bars.disable_progress_bar()
+    torch.set_num_threads(1)
 
 
 def main(arguments: Sequence[str], say: Callable[[str], None] = print) -> int:
@@ -204,9 +213,5 @@ def main(arguments: Sequence[str], say: Callable[[str], None] = print) -> int:
 
 
 if __name__ == "__main__":
-    warnings.filterwarnings("ignore")
-    logging.disable(logging.WARNING)
-    quiet: Any = transformers.utils.logging
-    quiet.disable_progress_bar()
-    torch.set_num_threads(1)
+    quiet()
     sys.exit(min(main(sys.argv[1:]), 1))

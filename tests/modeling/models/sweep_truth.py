@@ -77,8 +77,12 @@ class Oracle:
 
 
 def load(model: Path, **options: Any) -> Any:
-    """The model in float32 in eval mode."""
+    """The model in float32 in eval mode; a larger one whole."""
+    config = transformers.AutoConfig.from_pretrained(model)
+    name = (config.architectures or [""])[0]
     build: Any = transformers.AutoModelForCausalLM
+    if name.endswith("ForConditionalGeneration"):
+        build = getattr(transformers, name)
     return build.from_pretrained(model, dtype=torch.float32, **options).eval()
 
 

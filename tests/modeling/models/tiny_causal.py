@@ -218,7 +218,7 @@ def _is_number(config: PreTrainedConfig, name: str) -> bool:
 
 def _with_rope(config: PreTrainedConfig, variant: str) -> PreTrainedConfig:
     """The same with other rotary frequencies; ValueError for a model that has none."""
-    widths = set(_rotary_widths(_build(config)))
+    widths = set(_rotary_widths(build(config)))
     rope = getattr(config, "rope_parameters", None)
     if len(widths) != 1 or not rope or "rope_theta" not in rope:
         raise ValueError("it has no rotary frequencies, or several")
@@ -244,18 +244,19 @@ def _rotary_widths(model: nn.Module) -> Iterator[int]:
             yield len(frequencies)
 
 
-def _build(config: PreTrainedConfig) -> Any:
-    build: Any = transformers.AutoModelForCausalLM
+def build(config: PreTrainedConfig) -> Any:
+    """A model of a config with transformers' own random weights; ValueError for a large one."""
+    auto: Any = transformers.AutoModelForCausalLM
     with torch.device("meta"):
-        size = sum(parameter.numel() for parameter in build.from_config(config).parameters())
+        size = sum(parameter.numel() for parameter in auto.from_config(config).parameters())
     if size > MAX_PARAMETERS:
         raise ValueError(f"{size} parameters: it does not shrink")
-    return build.from_config(config, dtype=torch.float32)
+    return auto.from_config(config, dtype=torch.float32)
 
 
 def write_tiny(folder: Path, kind: str, variant: str = "plain") -> Path:
     """Write a tiny random model into `folder` and return it; raises what `tiny_config` does."""
-    model = _build(tiny_config(kind, variant))
+    model = build(tiny_config(kind, variant))
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

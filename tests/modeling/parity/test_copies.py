@@ -13,8 +13,10 @@ from configs.model import DType, ModelConfig
 from configs.wire.adapters import AdapterError, AdapterKey, FetchedAdapter
 from modeling.runner.adapter_check import adaptable, base_tensors, judge
 from modeling.runner.load_paged import load_paged
-from sharding.group import TensorParallel
+from sharding.group import SingleRank, TensorParallel
 from tests.checkpoints import AdapterRecipe, write_adapter
+from tests.checkpoints_padded import write_padded
+from tests.checkpoints_stacks import LANGUAGE
 from tests.modeling.padded import PaddedWorld, compare_padded, padded_runner
 from tests.modeling.parity.comparison import (
     BASE,
@@ -101,6 +103,43 @@ def staged(model: Path, folder: Path, ranks: int, dtype: DType = DType.AUTO) -> 
     return run_in_memory(ranks, stage)
 
 
+@pytest.mark.parametrize("save_embeddings", [True, False])
+def test_a_whole_heads_bias_is_a_copy(tmp_path: Path, save_embeddings: bool) -> None:
+    """PEFT saves it three times where it saves embeddings, and reads one of them."""
+    model = write_padded(tmp_path / "model", "gptj")
+    recipe = AdapterRecipe(
+        save_embeddings=save_embeddings,
+        target_modules=("q_proj",),
+        extra={"modules_to_save": ["lm_head"]},
+    )
+    folder = write_adapter(tmp_path / "it", model, recipe)
+    bias = load_file(model / "model.safetensors")["lm_head.bias"]
+    tensors = tensors_of(folder)
+    names = [key for key in tensors if key.endswith(".bias")]
+    assert len(names) == (3 if save_embeddings else 1)
+    tensors.update({key: bias.clone() for key in names})
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    opened = engine_config(model).adapters.model_copy(update={"vocabulary_copies": 1})
+    config = engine_config(model, adapters=opened)
+    runner = load_paged(config, SingleRank(), torch.device("cpu")).allocate()
+    assert runner.stage(FetchedAdapter(AdapterKey(1), "it", str(folder), "it"))
+
+
+def test_a_heads_bias_that_was_trained_is_named(tmp_path: Path) -> None:
+    """No setting serves it, and modules_to_save, which has the whole head, is no remedy."""
+    model = write_padded(tmp_path / "model", "gptj")
+    saved = {"modules_to_save": ["lm_head"]}
+    folder = write_adapter(tmp_path / "it", model, AdapterRecipe(extra=saved))
+    key = change(folder, 0, lambda tensor: tensor + 1)
+    assert key.endswith("lm_head.bias")
+    opened = engine_config(model).adapters.model_copy(update={"vocabulary_copies": 1})
+    config = engine_config(model, adapters=opened)
+    base = base_tensors(config, folder)
+    [reason] = judge(folder, adaptable(config, base), opened, lambda *_: None, base).reasons
+    assert "is not this model's bias" in reason
+    assert "merge it" in reason
+
+
 @pytest.mark.parametrize("ranks", swept([1, 2, 4], lambda ranks: ranks == 2))
 @pytest.mark.parametrize("index", [0, 1])
 @pytest.mark.parametrize("row", [0, -1])
@@ -140,6 +179,26 @@ def test_copies_are_compared_in_the_servers_type(
     assert staged(model, folder, 1, dtype) == [""]
     change(folder, 0, lambda tensor: tensor.to(getattr(torch, dtype.value)))
     assert staged(model, folder, 1, dtype) == [""]
+
+
+def test_so_are_a_larger_models_where_adapters_change_no_vocabulary(
+    world: World, tmp_path: Path
+) -> None:
+    """Files name them as the larger model does."""
+    model = world.model("stack", "gemma3")
+    recipe = AdapterRecipe(target_modules=LANGUAGE, save_embeddings=True)
+    folder = write_adapter(tmp_path / "it", model, recipe)
+    assert any("embed_tokens" in key for key in tensors_of(folder))
+    pages = engine_config(model).adapters.model_copy(update={"vocabulary": False})
+    config = engine_config(model, adapters=pages)
+    runner = load_paged(config, SingleRank(), torch.device("cpu")).allocate()
+    fetched = FetchedAdapter(AdapterKey(1), "it", str(folder), "it")
+    assert runner.stage(fetched)
+    base = base_tensors(config, folder)
+    assert not judge(folder, adaptable(config, base), pages, lambda *_: None, base).reasons
+    change(folder, 0, lambda tensor: -tensor)
+    with pytest.raises(AdapterError, match="is not this model's weight"):
+        runner.stage(FetchedAdapter(AdapterKey(2), "it", str(folder), "it"))
 
 
 def test_they_are_judged_without_a_server(world: World, tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ EVERYONE = [BASE, "r8", "columns", "rows"]
 
 MAIN = {
     *("gemma2", "gemma4_text", "glm4", "granite_hybrid", "jamba", "lfm2", "llama4_text", "minimax"),
-    *("olmo2", "qwen3_5_text"),
+    *("olmo2", "olmoe_clipped", "qwen3_5_text"),
 }
 """Those whose layers differ most; every type has its own cell in `models/test_generic_types.py`."""
 

@@ -15,7 +15,7 @@ from modeling.adapters.peft.folder import open_adapter
 from modeling.runner.adapter_check import AdapterVerdict, adaptable, judge
 from modeling.runner.loading import load_model
 from sharding.group import SingleRank
-from tests.checkpoints import write_llama
+from tests.checkpoints import AdapterRecipe, write_adapter, write_llama
 from tests.checkpoints_others import write_gpt2, write_gpt_neox, write_opt
 from tests.checkpoints_padded import write_padded
 from tests.modeling.adapters.lora_files import DOWN, UP, factors, write_lora
@@ -121,6 +121,29 @@ def test_a_model_in_transformers_code_is_tried_out(tmp_path: Path) -> None:
     folder = write_padded(tmp_path / "model", "gemma2")
     names = {p.name for p in adaptable(EngineConfig(model=ModelConfig(id=str(folder))))}
     assert {"q_proj", "down_proj"} <= names
+
+
+def test_trained_tokens_over_a_padded_model_are_refused_for_that_alone(tmp_path: Path) -> None:
+    """The adapter is for no other base model."""
+    model = write_padded(tmp_path / "model", "falcon_alibi")
+    rows = {"trainable_token_indices": [3, 5]}
+    recipe = AdapterRecipe(target_modules=("query_key_value",), extra=rows)
+    folder = write_adapter(tmp_path / "it", model, recipe)
+    config = EngineConfig(model=ModelConfig(id=str(model)))
+    found = judge(folder, adaptable(config), config.adapters, lambda done, total: None)
+    [reason] = found.reasons
+    assert reason.startswith("trainable_token_indices")
+
+
+def test_an_embedding_by_another_name_is_refused_with_the_setting(tmp_path: Path) -> None:
+    model = write_padded(tmp_path / "model", "bloom")
+    recipe = AdapterRecipe(target_modules=("word_embeddings",), save_embeddings=False)
+    folder = write_adapter(tmp_path / "it", model, recipe)
+    settings = AdaptersConfig(vocabulary=False)
+    config = EngineConfig(model=ModelConfig(id=str(model)), adapters=settings)
+    found = judge(folder, adaptable(config), settings, lambda done, total: None)
+    assert found.reasons
+    assert all("adapters.vocabulary true" in reason for reason in found.reasons)
 
 
 def test_weights_of_a_paged_model_are_not_needed(tmp_path: Path) -> None:

@@ -323,3 +323,10 @@ def test_layers_that_keep_more_than_keys_are_called_by_their_own_name(tmp_path: 
     with pytest.raises(ArchitectureError, match=r"indexed_attention: .* keep an index") as told:
         load(write_dummy(tmp_path, "deepseek_v32", "longrope"), load_format=LoadFormat.DUMMY)
     assert "recurrent" not in str(told.value)
+
+
+def test_recurrent_models_that_are_paged_otherwise_are_refused_for_what_is_not(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(ArchitectureError, match="but rope_type longrope is not served paged"):
+        load(write_dummy(tmp_path, "bamba", "longrope"), load_format=LoadFormat.DUMMY)
