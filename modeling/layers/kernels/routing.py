@@ -74,8 +74,8 @@ def store_logits(
 ) -> "Any":
     """Store a few logits of one token; returns whether all others of the token are stored.
 
-    COLUMNS: the power of two that holds INPUTS. arrived: int32 zeros; who finds the others stored
-    sets the token's to zero again.
+    COLUMNS: the power of two that holds INPUTS. arrived: int32 zeros; the program that finds the
+    others stored sets the token's to zero again.
     """
     token, k = tl.program_id(1), tl.arange(0, COLUMNS)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)

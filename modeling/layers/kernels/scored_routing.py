@@ -1,4 +1,4 @@
-"""Which experts a token gets by scores of their own, in one launch: `modeling.layers.choice`.
+"""Which experts a token gets by scores of their own (layers/scored_routing.py), in one launch.
 
 As routing.py has it for a softmax.
 """
@@ -12,8 +12,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from modeling.kernels.launch import Launcher, aligned, has_dependent_launch, launch_options
-from modeling.layers.choice import Choice
 from modeling.layers.kernels.routing import MOST_ROUTED, ROUTED_WEIGHTS, store_logits
+from modeling.layers.scored_routing import ScoredRouting
 
 # Arguments are grouped by what they describe.
 # fmt: off
@@ -21,7 +21,7 @@ from modeling.layers.kernels.routing import MOST_ROUTED, ROUTED_WEIGHTS, store_l
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _first(values: "Any", most: "Any", at: "Any") -> "Any":
-    """The first place where values, at `at`, are the largest."""
+    """Where in `at` the first of the largest values is."""
     return tl.min(tl.where(values == most, at, 2**30), axis=0)
 
 
@@ -48,9 +48,9 @@ def _store_best(
             sums = tl.where(g == each, best_one + second, sums)
         kept = e < 0
         for _ in tl.static_range(KEPT):
-            chosen = _first(sums, tl.max(sums, axis=0), g)
-            kept = kept | (group == chosen)
-            sums = tl.where(g == chosen, never, sums)
+            found_group = _first(sums, tl.max(sums, axis=0), g)
+            kept = kept | (group == found_group)
+            sums = tl.where(g == found_group, never, sums)
         left = tl.where(kept, left, never)
     n = tl.arange(0, triton.next_power_of_2(ACTIVE))
     best = tl.zeros([triton.next_power_of_2(ACTIVE)], dtype=tl.float32)
@@ -115,14 +115,14 @@ _BEST, _ROUTE = Launcher(_best), Launcher(_route)
 
 
 def route(
-    x: Tensor, weight: Tensor, correction: Tensor, choice: Choice, zeros: Tensor
+    x: Tensor, weight: Tensor, correction: Tensor, rule: ScoredRouting, zeros: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(logits, float32 weights, int64 ids) of [tokens, hidden] and [experts, hidden].
 
     correction: b, [experts]. Logits are float32. zeros: int32 [MOST_ROUTED] at least, which it
     leaves as zeros.
     """
-    (tokens, hidden), count, active = x.shape, len(weight), choice.active
+    (tokens, hidden), count, active = x.shape, len(weight), rule.active
     shares = torch.empty(tokens, active, dtype=torch.float32, device=x.device)
     ids = torch.empty(tokens, active, dtype=torch.int64, device=x.device)
     pdl = has_dependent_launch(x.device)
@@ -130,9 +130,9 @@ def route(
         "EXPERTS": count,
         "WIDTH": triton.next_power_of_2(count),
         "ACTIVE": active,
-        "SUMMED": choice.summed,
-        "GROUPS": choice.groups,
-        "KEPT": choice.kept,
+        "SUMMED": rule.summed,
+        "GROUPS": rule.groups,
+        "KEPT": rule.kept,
         "PDL": pdl,
     }
     if tokens > MOST_ROUTED:
@@ -140,7 +140,7 @@ def route(
         own = [logits, correction, ids, shares]
         key = (x.device, correction.dtype, aligned(*own), *form.values())
         options = {"num_warps": 1, **launch_options(pdl)}
-        _BEST(key, (tokens,), [*own, choice.factor], form, options)
+        _BEST(key, (tokens,), [*own, rule.factor], form, options)
         return logits, shares, ids
     logits = torch.empty(tokens, count, dtype=torch.float32, device=x.device)
     columns = triton.next_power_of_2(hidden)
@@ -150,5 +150,5 @@ def route(
     types = (x.dtype, weight.dtype, correction.dtype)
     key = (x.device, *types, aligned(*tensors), *form.values())
     options = {"num_warps": 4, **launch_options(pdl)}
-    _ROUTE(key, (-(-count // block), tokens), [*tensors, choice.factor], form, options)
+    _ROUTE(key, (-(-count // block), tokens), [*tensors, rule.factor], form, options)
     return logits, shares, ids

@@ -15,14 +15,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from modeling.adapters.product import ExpertDeltas
-from modeling.layers.choice import Choice
+from modeling.layers.scored_routing import ScoredRouting
 from modeling.models.generic.comparing import same
 
 HALF = (torch.bfloat16, torch.float16)
 """Types of weights that the kernels take."""
 
 _SCORED = {"weight", "e_score_correction_bias"}
-"""What a router has that chooses by scores of its own."""
+"""What a router has that selects by scores of its own."""
 
 
 @dataclass(frozen=True)
@@ -101,9 +101,9 @@ class ExpertKernels:
         zeros = self._counters(self._routing.MOST_ROUTED)
         correction = getattr(module, "e_score_correction_bias", None)
         if correction is not None:
-            choice = _choice_of(module, weight, correction)
+            form = _scored_routing_of(module, weight, correction)
             own = partial(_route_scored, self._scored, module)
-            return None if choice is None else partial(own, choice, zeros)
+            return None if form is None else partial(own, form, zeros)
         if not isinstance(active, int) or weight.dtype not in HALF:
             return None
         for summed in (True, False):
@@ -146,18 +146,18 @@ def _kernels(device: torch.device) -> tuple[Any, Any, Any]:
 
 
 def _route_scored(
-    routing: Any, module: Any, choice: Choice, zeros: Tensor, hidden_states: Tensor
+    routing: Any, module: Any, form: ScoredRouting, zeros: Tensor, hidden_states: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(logits, weights of the best, their ids)."""
     x = hidden_states.flatten(0, -2).contiguous()
     own = (module.weight, module.e_score_correction_bias)
-    found: tuple[Tensor, Tensor, Tensor] = routing.route(x, *own, choice, zeros)
+    found: tuple[Tensor, Tensor, Tensor] = routing.route(x, *own, form, zeros)
     return found
 
 
 @torch.inference_mode()
-def _choice_of(module: Any, weight: Tensor, correction: Tensor) -> Choice | None:
-    """How a router chooses by scores, as its own names say and a trial confirms, or None."""
+def _scored_routing_of(module: Any, weight: Tensor, correction: Tensor) -> ScoredRouting | None:
+    """How a router selects by scores, as its own names say and a few tokens confirm, or None."""
     active, groups = getattr(module, "top_k", None), getattr(module, "num_group", 1)
     kept, summed = getattr(module, "topk_group", 1), getattr(module, "norm_topk_prob", True)
     if not isinstance(active, int) or not isinstance(groups, int) or not isinstance(kept, int):
@@ -165,7 +165,7 @@ def _choice_of(module: Any, weight: Tensor, correction: Tensor) -> Choice | None
     if len(weight) % groups or {name for name, _ in module.named_parameters()} - _SCORED:
         return None
     factor = float(getattr(module, "routed_scaling_factor", 1.0))
-    choice = Choice(active, bool(summed), groups, kept, factor)
+    form = ScoredRouting(active, bool(summed), groups, kept, factor)
     generator = torch.Generator().manual_seed(0)
     x, own = torch.randn(5, weight.shape[1], generator=generator), weight.detach().float().cpu()
     bias = torch.rand(len(weight), generator=generator)
@@ -179,13 +179,13 @@ def _choice_of(module: Any, weight: Tensor, correction: Tensor) -> Choice | None
         return None
     if not isinstance(found, tuple) or len(found) != 3 or found[2].dtype != torch.int64:
         return None
-    wanted = logits, _by_expert(*choice.weights(logits, bias), len(own))
+    wanted = logits, _by_expert(*form.weights(logits, bias), len(own))
     is_alike = same(found[0], wanted[0]) and same(_by_expert(*found[1:], len(own)), wanted[1])
-    return choice if is_alike else None
+    return form if is_alike else None
 
 
 def _by_expert(weights: Tensor, ids: Tensor, count: int) -> Tensor:
-    """[tokens, count], zeros for experts that were not chosen: ids come in any order."""
+    """[tokens, count], zeros for experts that were not selected: ids come in any order."""
     return weights.new_zeros(len(ids), count).scatter(1, ids, weights)
 
 

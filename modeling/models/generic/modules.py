@@ -25,6 +25,13 @@ def _typed(base: ColumnParallelLinear | RowParallelLinear) -> Tensor:
     return base.stored[:0] if base.matrix is None else base.matrix
 
 
+def _rows(x: Tensor) -> Tensor:
+    """[..., in] to [tokens, in], of which kernels read each row as neighbours."""
+    x = x.flatten(0, -2)
+    # Mamba's mixers hand on what they have transposed.
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
 class GenericLinear(nn.Module):
     """A linear layer with the step's adapters, alone in its product."""
 
@@ -40,7 +47,7 @@ class GenericLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., this rank's in] to [..., this rank's out]."""
-        y: Tensor = self.linear(x.flatten(0, -2), self._step.adapter_data)
+        y: Tensor = self.linear(_rows(x), self._step.adapter_data)
         return y.view(*x.shape[:-1], y.shape[-1])
 
 
@@ -61,7 +68,7 @@ class MergedColumns(nn.Module):
         y = self._y
         # Of another x: a step that failed in between may have left parts uncalled.
         if y is None or self._x is not x:
-            y = self.linear(x.flatten(0, -2), self._step.adapter_data)
+            y = self.linear(_rows(x), self._step.adapter_data)
             self._x, self._y, self._left = x, y, self._num_parts
         self._left -= 1
         if not self._left:

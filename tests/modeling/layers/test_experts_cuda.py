@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from modeling.layers.choice import Choice
+from modeling.layers.scored_routing import ScoredRouting
 from tests.modeling.layers.kernels.test_experts_interpreted import computed
 
 pytestmark = pytest.mark.gpu
@@ -64,16 +64,16 @@ def test_routing(tokens: int, hidden: int, summed: bool, has_bias: bool) -> None
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
-    ("count", "choice"),
+    ("count", "form"),
     [
-        (64, Choice(4, True, 1, 1, 1.8)),
-        (256, Choice(8, True, 8, 4, 2.5)),
-        (160, Choice(6, False, 8, 3, 16.0)),
+        (64, ScoredRouting(4, True, 1, 1, 1.8)),
+        (256, ScoredRouting(8, True, 8, 4, 2.5)),
+        (160, ScoredRouting(6, False, 8, 3, 16.0)),
     ],
 )
 @pytest.mark.parametrize(("tokens", "hidden"), [(1, 2048), (16, 7168), (300, 5120)])
 def test_routing_by_scores(
-    tokens: int, hidden: int, count: int, choice: Choice, dtype: torch.dtype
+    tokens: int, hidden: int, count: int, form: ScoredRouting, dtype: torch.dtype
 ) -> None:
     """Weights as they are kept, in either type; sums of float32 in another order."""
     kernels = pytest.importorskip("modeling.layers.kernels.scored_routing")
@@ -82,10 +82,10 @@ def test_routing_by_scores(
     correction = torch.rand(count, device=CUDA)
     zeros = torch.zeros(kernels.MOST_ROUTED, dtype=torch.int32, device=CUDA)
     for _ in range(3):
-        logits, shares, ids = kernels.route(x, weight, correction, choice, zeros)
+        logits, shares, ids = kernels.route(x, weight, correction, form, zeros)
         wanted = F.linear(x.double(), weight.double()).float()
         torch.testing.assert_close(logits, wanted, rtol=1e-3, atol=1e-3)
-        best, chosen = choice.weights(logits, correction)
+        best, chosen = form.weights(logits, correction)
         assert torch.equal(ids.sort().values, chosen.sort().values)
         dense = [
             torch.zeros_like(logits).scatter(1, *own) for own in ((ids, shares), (chosen, best))

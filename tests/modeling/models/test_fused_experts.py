@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from modeling.layers.choice import Choice
+from modeling.layers.scored_routing import ScoredRouting
 from modeling.models.generic import fused_experts
 from modeling.models.generic.fused_experts import ExpertKernels
 
@@ -42,10 +42,10 @@ def route(
 
 
 def route_scored(
-    x: Tensor, weight: Tensor, correction: Tensor, choice: Choice, _: Tensor
+    x: Tensor, weight: Tensor, correction: Tensor, form: ScoredRouting, _: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     logits = F.linear(x, weight)
-    return logits, *choice.weights(logits, correction)
+    return logits, *form.weights(logits, correction)
 
 
 def block(model_type: str, **sizes: Any) -> Any:
@@ -111,7 +111,7 @@ def test_routers_by_scores_are_replaced(
         return logits, 2 * weights, ids
 
     own.__class__ = type("Doubled", (plain,), {"forward": doubled})
-    assert kernels.router(own) is None, "what a trial does not confirm"
+    assert kernels.router(own) is None, "what no comparison confirms"
 
 
 def test_a_router_with_a_bias_is_replaced(kernels: ExpertKernels) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from modeling.layers.choice import Choice
+from modeling.layers.scored_routing import ScoredRouting
 from tests.modeling.attention.triton.test_interpreted import Interpreted
 from tests.modeling.watched_memory import spoil_new_memory, watch_bounds
 
@@ -175,10 +175,10 @@ def test_routing_by_scores(
         monkeypatch.setattr(kernels, name, Interpreted(getattr(kernels, name)._kernel))
     x, weight, correction = torch.randn(tokens, 24), torch.randn(12, 24), torch.rand(12)
     zeros = torch.zeros(kernels.MOST_ROUTED, dtype=torch.int32)
-    choice = Choice(3, summed, *groups, 1.5)
-    logits, shares, ids = kernels.route(x, weight, correction, choice, zeros)
+    form = ScoredRouting(3, summed, *groups, 1.5)
+    logits, shares, ids = kernels.route(x, weight, correction, form, zeros)
     torch.testing.assert_close(logits, F.linear(x, weight))
-    best, chosen = choice.weights(logits, correction)
+    best, chosen = form.weights(logits, correction)
     assert torch.equal(ids, chosen)
     torch.testing.assert_close(shares, best)
     assert not zeros.any()

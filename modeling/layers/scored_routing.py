@@ -1,4 +1,4 @@
-"""How routers choose experts by scores of their own (DeepSeek V3's form), in plain torch.
+"""How routers select experts by scores of their own (DeepSeek V3's form), in plain torch.
 
 s[e] = sigmoid(logits[e])        the best by s[e] + b[e] of the best groups        weights: of s
 """
@@ -10,11 +10,11 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Choice:
-    """How experts are chosen by their scores.
+class ScoredRouting:
+    """How experts are selected by their scores.
 
     active: experts of a token. summed: whether their weights sum to 1, before `factor`. groups: of
-    experts side by side, of which those of the best `kept` can be chosen; a group's score is the
+    experts side by side, of which those of the best `kept` can be selected; a group's score is the
     sum of its two best.
     """
 
