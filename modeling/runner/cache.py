@@ -32,7 +32,8 @@ def choose_cache(
     if layout.groups[0].spec.dtype != FP8 or not layout.sources:
         return layout, attention
     scales, origin = loaded.cache_scales, "from the checkpoint"
-    if scales is None:
+    if scales is None or layout.groups[0].spec.keys_only:
+        # Of a checkpoint are scales of each head's keys and values, not of latents.
         scales = measured_scales(model, loaded.architecture, longest, group)
         origin = "measured at start"
     reasons = (f"{choice.reason}; fp8 cache, scales {origin}" for choice in attention)

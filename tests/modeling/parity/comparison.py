@@ -355,6 +355,16 @@ FAMILIES: dict[str, Family] = {
     "mixers_whole": Family(
         write_generic, _whole(("o_proj",), "layers.0.linear_attn.out_proj", "in_proj_qkvz")
     ),
+    "latents": Family(
+        write_mixture,
+        {
+            **_dora(AdapterRecipe(r=4, target_modules=("q_b_proj", "kv_b_proj"), std=0.2)),
+            "wide": AdapterRecipe(r=24, target_modules=("kv_b_proj", "o_proj"), seed=66),
+            "whole": AdapterRecipe(
+                target_modules=("o_proj",), seed=67, extra={"modules_to_save": ["kv_b_proj"]}
+            ),
+        },
+    ),
     "longlora": Family(
         write_generic,
         {
