@@ -4,7 +4,7 @@ A layer's `kv_b_proj` makes keys and values of all heads from one latent of a to
 so; beside it a key has a rotated part, which all heads share. Cached are the latent and that part,
 as one head's key of which the first numbers are its value. What would be multiplied for each cached
 token is multiplied for each query instead (adapters/latents.py), so that a decode step reads a
-tenth or less of what heads' own keys and values are, and a cache has room for ten times the tokens.
+tenth or so of what heads' own keys and values are, and a cache has room for ten times the tokens.
 
 transformers' modules compute all else. To them `kv_b_proj` gives one head, of which nothing is
 read; `attend` finds the latents here.
@@ -51,8 +51,8 @@ class LatentProjection(nn.Module):
     def attend(self, step: CurrentStep, layer: int, heads: Heads, form: AttentionLayer) -> Tensor:
         """Attention of a layer, [tokens, heads, values].
 
-        heads: q of this rank's heads, and of the one key
-        that transformers made what is behind `keys` numbers, its rotated part. form: of these.
+        heads: q of this rank's heads; of the one key that transformers made its rotated part is
+        read, which is behind `keys` numbers. form: of these.
         """
         latents, self._latents = self._latents, None
         assert latents is not None, f"layer {layer} attends before it makes its keys"

@@ -34,13 +34,15 @@ STEPS += [(tokens, tokens) for tokens in (64, 256, 512, 1024)]
 class Compiled:
     """In the place of launches: compiles each form once, and launches none.
 
-    names: of the kernels. codes, texts: what a GPU would load of each form, and its PTX.
+    names: of the kernels. codes, texts: what a GPU would load of each form, and its PTX. shared:
+    bytes of shared memory that each takes.
     """
 
     def __init__(self) -> None:
         self.names: set[str] = set()
         self.codes: list[bytes] = []
         self.texts: list[str] = []
+        self.shared: list[int] = []
         self._forms: set[object] = set()
 
     def __call__(
@@ -75,6 +77,7 @@ class Compiled:
         made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(options))
         self.codes.append(made.asm["cubin"])
         self.texts.append(made.asm["ptx"])
+        self.shared.append(made.metadata.shared)
         self.names.add(name)
 
 
