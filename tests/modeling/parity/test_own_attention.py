@@ -87,7 +87,7 @@ def test_a_heads_bias_that_was_trained_is_refused(world: World, tmp_path: Path) 
     opened = config.adapters.model_copy(update={"vocabulary": True})
     config = config.model_copy(update={"adapters": opened})
     runner = load_paged(config, SingleRank(), torch.device("cpu")).allocate()
-    with pytest.raises(AdapterError, match=r"lm_head\.base_layer\.bias is not this model's weight"):
+    with pytest.raises(AdapterError, match=r"lm_head\.base_layer\.bias is not this model's bias"):
         place_all(runner, [file.parent])
 
 

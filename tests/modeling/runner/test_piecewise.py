@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from configs.engine import CacheConfig
 from configs.wire.sampling import Sampling
 from modeling.adapters.bank import AdapterBank
+from modeling.adapters.latents import LatentMap
 from modeling.adapters.product import AdapterData, OutputSlice
 from modeling.attention.kv_layout import allocate_blocks
 from modeling.runner.load_paged import load_paged
@@ -99,18 +100,35 @@ class GatheredAdapters(AdapterData):
         return self
 
     def add(self, y: Tensor, x: Tensor, layer: int, targets: tuple[OutputSlice, ...]) -> None:
-        of_token = self.slots[: len(x)]
-        slots = of_token.clamp(min=0)
         for target in targets:
-            pool = self.bank.pools[target.projection]
-            pages = self.bank.page_table[slots, target.projection].clamp(min=0).long()
-            a, bt = (side[pages, layer].flatten(1, 2) for side in (pool.a, pool.bt))
-            ranks = self.bank.ranks[slots, target.projection, layer]
-            used = torch.arange(a.shape[1]) < torch.where(of_token < 0, 0, ranks)[:, None]
-            # What lies beyond the rank is anybody's, and may be no number.
-            a, bt = (torch.where(used[..., None], side, 0.0) for side in (a, bt))
+            a, bt = self._factors(len(x), target.projection, layer)
             delta = torch.einsum("tr,tro->to", torch.einsum("ti,tri->tr", x, a), bt)
             y[:, target.offset : target.offset + bt.shape[-1]] += delta
+
+    def latent_queries(self, y: Tensor, x: Tensor, latents: LatentMap) -> None:
+        a, b = self._of_heads(latents, x)
+        s = torch.einsum("thi,trhi->thr", x, b[..., : latents.keys])
+        y += torch.einsum("thr,tri->thi", s, a)
+
+    def latent_values(self, y: Tensor, x: Tensor, latents: LatentMap) -> None:
+        a, b = self._of_heads(latents, x)
+        s = torch.einsum("thi,tri->thr", x, a)
+        y += torch.einsum("thr,trhi->thi", s, b[..., latents.keys :])
+
+    def _of_heads(self, latents: LatentMap, x: Tensor) -> tuple[Tensor, Tensor]:
+        a, bt = self._factors(len(x), latents.position.projection, latents.position.layer)
+        return a, bt.view(*bt.shape[:2], x.shape[1], -1)
+
+    def _factors(self, count: int, projection: int, layer: int) -> tuple[Tensor, Tensor]:
+        """[tokens, rank rows, in] and [.., out] of the first tokens."""
+        of_token = self.slots[:count]
+        slots, pool = of_token.clamp(min=0), self.bank.pools[projection]
+        pages = self.bank.page_table[slots, projection].clamp(min=0).long()
+        a, bt = (side[pages, layer].flatten(1, 2) for side in (pool.a, pool.bt))
+        ranks = self.bank.ranks[slots, projection, layer]
+        used = torch.arange(a.shape[1]) < torch.where(of_token < 0, 0, ranks)[:, None]
+        # What lies beyond the rank is anybody's, and may be no number.
+        return torch.where(used[..., None], a, 0.0), torch.where(used[..., None], bt, 0.0)
 
 
 def record_on_cpu(
