@@ -158,9 +158,8 @@ def prefill_form(spec: AttentionSpec, shared: int) -> PrefillForm:
     """shared: bytes of shared memory that one program may take."""
     if spec.value_dim is not None:
         packed, (keys, stages) = _latent_heads(spec), _latent_blocks(spec, shared)
-        return PrefillForm(
-            64 if keys == 64 else max(LEAST_TILE, _power(packed)), packed, keys, 8, stages
-        )
+        rows = 64 if keys == 64 else max(LEAST_TILE, _power(packed))
+        return PrefillForm(rows, packed, keys, 8, stages)
     width = padded_head(spec)
     packed = min(8, spec.num_heads // spec.num_kv_heads)
     large = shared >= SMALL_SHARED

@@ -23,7 +23,7 @@ from modeling.adapters.linear import AdapterColumnLinear
 from modeling.adapters.projection import Projection
 from modeling.models.base import AttentionLayer
 from modeling.models.generic.modules import GenericLinear
-from modeling.models.generic.step import CurrentStep, Heads
+from modeling.models.generic.step import CurrentStep, Heads, RotationLostError
 from modeling.quantisation.base import QuantisedWeight
 from sharding.linear_weight import DenseWeight
 
@@ -67,6 +67,8 @@ class LatentProjection(nn.Module):
         k = torch.cat((latents, heads.k[:, 0, self.keys :]), dim=1).unsqueeze(1)
         form = replace(form, head_dim=q.shape[2], value_dim=width)
         angles = step.take_rotations()
+        if angles is not None and angles.cos.shape[-1] != rotated.shape[2]:
+            raise RotationLostError(f"layer {layer} rotates a part of what all heads share")
         whole = replace(heads, q=q, k=k, v=k, angles=(angles, angles))
         sums = step.attend_whole(layer, whole, form)[..., :width]
         found = own.values(sums)

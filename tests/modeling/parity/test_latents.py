@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,11 @@ from modeling.adapters import latents as adapted_latents
 from modeling.adapters.kernels.reference import ReferenceBatch
 from modeling.adapters.latents import LatentMap
 from modeling.adapters.peft.folder import open_adapter
+from modeling.adapters.projection import ModulePosition
+from modeling.layers.angles import Angles
+from modeling.models.base import AttentionLayer
 from modeling.models.generic.latents import LatentProjection
+from modeling.models.generic.step import Heads, RotationLostError
 from modeling.runner.adapter_check import adaptable
 from modeling.runner.load_paged import load_paged
 from modeling.runner.paged import ModelRunner
@@ -122,3 +127,20 @@ def test_an_activated_adapter_of_the_map_is_refused(world: World, tmp_path: Path
         open_adapter(folder, projections, 64)
     other = replace(recipe, target_modules=("q_b_proj", "o_proj"))
     open_adapter(write_adapter(tmp_path / "other", model, other), projections, 64)
+
+
+def test_a_rotation_of_a_part_is_left_to_the_layer() -> None:
+    """The store rotates all of what heads share, or nothing."""
+    weight, narrow = torch.zeros(2 * 7, 8), torch.zeros(3, 1, 4)
+    linear: Any = SimpleNamespace(
+        base=SimpleNamespace(matrix=weight), position=ModulePosition(0, 0)
+    )
+    own = LatentProjection.__new__(LatentProjection)
+    torch.nn.Module.__init__(own)
+    object.__setattr__(own, "linear", linear)
+    own.keys, own.values = 4, 3
+    own(torch.zeros(1, 3, 8))
+    step: Any = SimpleNamespace(adapter_data=None, take_rotations=lambda: Angles(narrow, narrow))
+    q, k = torch.zeros(3, 2, 4 + 6), torch.zeros(3, 1, 4 + 6)
+    with pytest.raises(RotationLostError, match="rotates a part"):
+        own.attend(step, 0, Heads(q, k, k, None), AttentionLayer(2, 1, 10, 0.5))
