@@ -24,8 +24,8 @@ PAGED_TYPES = frozenset(
         "gpt_neox_japanese", "gpt_oss", "gptj", "granite_swa", "granitemoe", "granitemoe_swa",
         "granitemoehybrid", "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe",
         "hy_v3", "hy_v4", "hyperclovax", "internlm3", "iquestcoder", "jais2", "jamba", "jetmoe",
-        "kimi_linear", "kolibri1", "laguna", "lfm2", "lfm2_moe", "lfm3", "llama4_text", "mamba",
-        "mamba2", "mellum", "mimo_v2_flash", "minicpm3", "minimax", "minimax_m2",
+        "kimi_linear", "kolibri1", "laguna", "lara_mini", "lfm2", "lfm2_moe", "lfm3", "llama4_text",
+        "mamba", "mamba2", "mellum", "mimo_v2_flash", "minicpm3", "minimax", "minimax_m2",
         "minimax_m3_vl_text", "ministral", "ministral3", "mixtral", "modernbert-decoder", "mpt",
         "nanochat", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3", "olmo_hybrid", "olmoe",
         "persimmon", "phi", "phimoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe",
@@ -62,8 +62,8 @@ alpha alone, as xdrope (HunYuan)."""
 RECURRENT_TYPES = frozenset(
     (
         "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba",
-        "kimi_linear", "lfm2", "lfm2_moe", "lfm3", "mamba", "mamba2", "minimax", "nemotron_h",
-        "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "zamba2",
+        "kimi_linear", "lara_mini", "lfm2", "lfm2_moe", "lfm3", "mamba", "mamba2", "minimax",
+        "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "zamba2",
     )
 )  # fmt: skip
 """Those of them that may have recurrent layers, beside those that attend or without any."""

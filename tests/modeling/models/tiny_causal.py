@@ -92,6 +92,10 @@ OWN: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("qwen3_5_text", "qwen3_next"), _DELTA_NET),
     # Every expert computes every token: in bfloat16 rounding would choose others.
     "qwen3_5_moe_text": {**_DELTA_NET, "num_experts_per_tok": 4},
+    "lara_mini": {
+        **_DELTA_NET, "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "sliding_attention", "full_attention"],
+    },
     "olmo_hybrid": {**_DELTA_NET, "linear_num_key_heads": 4},
     "kimi_linear": {
         "layer_types": LINEAR, "mlp_layer_types": ["dense", "sparse"], "linear_head_dim": 8,

@@ -213,7 +213,9 @@ def test_replays_on_two_ranks_are_steps(world: World, variant: str) -> None:
 
 @pytest.mark.parametrize(
     "variant",
-    swept(["olmo_hybrid", "qwen3_5_text", "qwen3_next"], lambda variant: variant in FEW),
+    swept(
+        ["lara_mini", "olmo_hybrid", "qwen3_5_text", "qwen3_next"], lambda variant: variant in FEW
+    ),
 )
 def test_states_that_change_in_place(
     world: World, variant: str, monkeypatch: pytest.MonkeyPatch
