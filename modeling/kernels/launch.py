@@ -65,6 +65,12 @@ def has_dependent_launch(device: torch.device) -> bool:
 
 
 @cache
+def has_warpgroups(device: torch.device) -> bool:
+    """Whether four warps multiply together: Hopper alone, as what came later has other ways."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+@cache
 def has_async_copies(device: torch.device) -> bool:
     """Whether kernels can copy to shared memory without waiting: Ampere and later."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)

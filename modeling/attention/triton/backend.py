@@ -27,16 +27,24 @@ from modeling.attention.kv_cache import FP8, LayerCache
 from modeling.attention.pages import RowPages, starts
 from modeling.attention.triton.decode import decode_kernel
 from modeling.attention.triton.forms import (
-    LEAST_TILE,
     decode_form,
+    fits_gluon,
+    gluon_decode_form,
     padded_head,
     padded_rest,
     prefill_form,
     widened,
 )
+from modeling.attention.triton.latent_tiles import latent_row_kernel, latent_tile_kernel
 from modeling.attention.triton.latents import latent_decode_kernel, latent_prefill_kernel
 from modeling.attention.triton.prefill import TILE_WORDS, prefill_kernel
-from modeling.kernels.launch import Launcher, aligned, has_dependent_launch, launch_options
+from modeling.kernels.launch import (
+    Launcher,
+    aligned,
+    has_dependent_launch,
+    has_warpgroups,
+    launch_options,
+)
 from modeling.transfer import pack_to_device
 
 MAX_HEAD_DIM = 512
@@ -109,11 +117,16 @@ class TritonAttention(AttentionBackend):
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__(spec)
         shared, processors = device_sizes(spec.device)
+        is_latent = spec.value_dim is not None
         self.decode_form = decode_form(spec, shared, processors)
         self.prefill_form = prefill_form(spec, shared)
-        is_latent = spec.value_dim is not None
-        self._launch_decode = Launcher(latent_decode_kernel if is_latent else decode_kernel)
-        self._launch_prefill = Launcher(latent_prefill_kernel if is_latent else prefill_kernel)
+        kernels = (decode_kernel, prefill_kernel)
+        if is_latent:
+            kernels = (latent_decode_kernel, latent_prefill_kernel)
+        if fits_gluon(spec) and has_warpgroups(spec.device):
+            self.decode_form = gluon_decode_form(spec, processors)
+            kernels = (latent_row_kernel, latent_tile_kernel)
+        self._launch_decode, self._launch_prefill = map(Launcher, kernels)
         self._dependent = has_dependent_launch(spec.device)
         self._value_dim = spec.head_dim if spec.value_dim is None else spec.value_dim
         slopes = spec.alibi or (0.0,) * spec.num_heads
@@ -260,7 +273,7 @@ class TritonAttention(AttentionBackend):
                 "Q_STRIDE": stride,
                 "QUERIES": rows.room,
                 "PACKED": form.packed,
-                "BLOCK_M": max(LEAST_TILE, form.rows),
+                "BLOCK_M": max(form.least, form.rows),
                 "LIVE_M": form.rows,
                 "BLOCK_N": form.keys,
                 "MIN_SPLIT": form.min_split,

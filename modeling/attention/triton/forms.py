@@ -18,6 +18,9 @@ LEAST_TILE = 16
 LATENT_HEADS, LATENT_SPLITS = 32, 32
 """Heads of a tile at most that share latents, and splits of a row."""
 
+GLUON_LINES = 64
+"""Lines of a product of Gluon's kernels over latents."""
+
 LOADED_NUMBERS = 4096
 """Numbers of splits' results that a program loads at once: 32 of a thread."""
 
@@ -34,7 +37,8 @@ class DecodeForm:
     those that share a KV head. keys: of a block, a power of two. warps: of a program. stages:
     blocks that are loaded ahead, and the current one. min_split: keys that are worth a split.
     max_splits: of a row, a power of two. at_once: programs that the GPU runs at the same time.
-    registers: of a thread at most, or None. programs: about how many of a launch are enough.
+    registers: of a thread at most, or None. programs: about how many of a launch are enough. least:
+    lines that a product has, if a tile has fewer.
     """
 
     rows: int
@@ -47,6 +51,7 @@ class DecodeForm:
     at_once: int
     registers: int | None = None
     programs: int = 4096
+    least: int = LEAST_TILE
 
     def shares(self, tiles: int, splits: int) -> tuple[int, int, int]:
         """Return programs of each tile at most, of a short row, and the keys of one in a long row.
@@ -127,9 +132,18 @@ def _latent_decode_form(spec: AttentionSpec, shared: int, processors: int) -> De
     return DecodeForm(_power(packed), packed, keys, 8, stages, 128, LATENT_SPLITS, processors)
 
 
-def _latent_heads(spec: AttentionSpec) -> int:
+def gluon_decode_form(spec: AttentionSpec, processors: int) -> DecodeForm:
+    """For rows of one token over latents by Gluon's kernels."""
+    packed = _latent_heads(spec, GLUON_LINES)
+    # What a split adds up is written and read again: more where there are more heads.
+    split = 128 * -(-spec.num_heads // 32)
+    sizes = (_power(packed), packed, 64, 8, 2, split, LATENT_SPLITS, processors)
+    return DecodeForm(*sizes, least=GLUON_LINES)
+
+
+def _latent_heads(spec: AttentionSpec, most: int = LATENT_HEADS) -> int:
     """Heads of a tile over latents, in tiles of about as many."""
-    most = LEAST_TILE if spec.dtype == torch.float32 else LATENT_HEADS
+    most = LEAST_TILE if spec.dtype == torch.float32 else most
     return -(-spec.num_heads // -(-spec.num_heads // most))
 
 
@@ -144,7 +158,7 @@ def widened(form: DecodeForm, spec: AttentionSpec, queries: int) -> DecodeForm:
     """The form for rows of up to so many tokens, which are in one tile."""
     most = _most_rows(padded_head(spec))
     if spec.value_dim is not None:
-        most = LATENT_HEADS
+        most = max(LATENT_HEADS, form.least)
     if spec.dtype == torch.float32:
         most = min(most, 32)
     packed = min(spec.num_heads // spec.num_kv_heads, max(1, most // queries))
@@ -175,6 +189,15 @@ def prefill_form(spec: AttentionSpec, shared: int) -> PrefillForm:
     if width == 256:
         return PrefillForm(64, packed, 32, 4, 2)
     return PrefillForm(64, packed, 16, 8, 2 if large else 1)
+
+
+def fits_gluon(spec: AttentionSpec) -> bool:
+    """Whether latents are such as Gluon's kernels take: powers of two, in 16 bits."""
+    if spec.value_dim is None or spec.dtype == torch.float32:
+        return False
+    sizes = padded_head(spec), padded_rest(spec)
+    is_whole = sizes == (spec.value_dim, spec.head_dim - spec.value_dim)
+    return is_whole and sizes[0] >= 64 and sizes[1] <= 64 and spec.cache_dtype in (None, spec.dtype)
 
 
 def _most_rows(width: int) -> int:

@@ -20,6 +20,9 @@ pytestmark = pytest.mark.gpu
 LONG = [(1, 30000), (1, 3), (40, 9000), (1, 8192)]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 SLOPES = tuple(2.0 ** -(1 + head / 2) for head in range(8))
+LATENTS: dict[str, Any] = {
+    "num_heads": 20, "num_kv_heads": 1, "head_dim": 576, "value_dim": 512,
+}  # fmt: skip
 RULES: dict[str, dict[str, object]] = {
     "cap": {"softcap": 2.0},
     "sinks": {"sinks": True},
@@ -89,9 +92,17 @@ def test_head_shapes(head_dim: int, heads: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize(
     ("heads", "head_dim", "value_dim"),
-    [(16, 576, 512), (20, 576, 512), (128, 576, 512), (5, 72, 48)],
+    [
+        (16, 576, 512),
+        (20, 576, 512),
+        (50, 576, 512),
+        (128, 576, 512),
+        (40, 288, 256),
+        (7, 80, 64),
+        (5, 72, 48),
+    ],
 )
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_values_that_are_the_keys_first_numbers(
     heads: int, head_dim: int, value_dim: int, dtype: torch.dtype
 ) -> None:
@@ -133,9 +144,10 @@ def test_an_fp8_cache(dtype: torch.dtype) -> None:
             assert float(error) < 1e-2, float(error)
 
 
-def test_a_row_is_the_same_beside_any_others() -> None:
-    spec = make_spec(16, windows=(None, 64))
-    backend = make_backend(spec)
+@pytest.mark.parametrize("fields", [{}, LATENTS, {**LATENTS, "num_heads": 128}])
+def test_a_row_is_the_same_beside_any_others(fields: dict[str, Any]) -> None:
+    spec = make_spec(16, windows=(None, 64), **fields)
+    backend, meant = make_backend(spec), slice(spec.value_dim)
     paged = Paged(spec, [*STEPS["mixed"], *LONG])
     for window in spec.windows:
         together = paged.run(backend, window)
@@ -145,16 +157,19 @@ def test_a_row_is_the_same_beside_any_others() -> None:
             step = backend.prepare([queries], [keys], table)
             starts = torch.tensor([0, queries], dtype=torch.int32, device=spec.device)
             own = backend.forward(q, paged.cache, starts, table, step, window)
-            assert torch.equal(own, together[first : first + queries]), (row, window)
+            found = together[first : first + queries, :, meant]
+            assert torch.equal(own[..., meant], found), (row, window)
             first += queries
 
 
 @pytest.mark.parametrize(("num_rows", "captured_rows"), [(1, 1), (5, 8), (50, 64), (200, 256)])
-@pytest.mark.parametrize("sinks", [False, True])
-def test_captured_decode_is_launched_decode(num_rows: int, captured_rows: int, sinks: bool) -> None:
+@pytest.mark.parametrize("fields", [{}, {"sinks": True}, LATENTS])
+def test_captured_decode_is_launched_decode(
+    num_rows: int, captured_rows: int, fields: dict[str, Any]
+) -> None:
     """Bit by bit, with padding rows of one key in a page that no row has."""
-    spec = make_spec(16, windows=(None, 64), sinks=sinks)
-    backend = make_backend(spec)
+    spec = make_spec(16, windows=(None, 64), **fields)
+    backend, meant, is_latent = make_backend(spec), slice(spec.value_dim), "value_dim" in fields
     max_blocks = 200
     count = backend.graph_words(captured_rows, max_blocks)
     assert count is not None
@@ -166,8 +181,11 @@ def test_captured_decode_is_launched_decode(num_rows: int, captured_rows: int, s
     ]
     cases = [Paged(spec, each) for each in lengths]
     most = max(len(paged.cache.keys) for paged in cases)
-    (layer,) = allocate(CacheSpec(1, 16, 2, 128, spec.dtype), most + 1, spec.device)
-    q = torch.zeros(captured_rows, 12, 128, dtype=spec.dtype, device=spec.device)[:, :8]
+    sizes = (1, 16, spec.num_kv_heads, spec.head_dim)
+    cache = CacheSpec(*sizes, spec.dtype, keys_only=is_latent)
+    (layer,) = allocate(cache, most + 1, spec.device)
+    shape = (captured_rows, spec.num_heads + 4, spec.head_dim)
+    q = torch.zeros(shape, dtype=spec.dtype, device=spec.device)[:, : spec.num_heads]
     starts = torch.arange(captured_rows + 1, dtype=torch.int32, device=spec.device)
     logits = sinks_of(spec)
 
@@ -193,7 +211,8 @@ def test_captured_decode_is_launched_decode(num_rows: int, captured_rows: int, s
         for turn, paged in enumerate(cases):
             bring(paged, turn % 2)
             graph.replay()
-            assert torch.equal(out[:num_rows], paged.run(backend, window, logits)), (turn, window)
+            found, own = out[:num_rows, :, meant], paged.run(backend, window, logits)
+            assert torch.equal(found, own[..., meant]), (turn, window)
 
 
 @pytest.mark.parametrize(
@@ -205,6 +224,8 @@ def test_captured_decode_is_launched_decode(num_rows: int, captured_rows: int, s
         (9, {"head_dim": 256, "num_kv_heads": 4, "softcap": 2.0}),
         (9, {"dtype": torch.float32}),
         (5, {"dtype": torch.bfloat16, "cache_dtype": FP8}),
+        (3, LATENTS),
+        (5, {**LATENTS, "num_heads": 16}),
     ],
 )
 def test_captured_rows_of_several_tokens(room: int, fields: dict[str, Any]) -> None:
@@ -213,7 +234,7 @@ def test_captured_rows_of_several_tokens(room: int, fields: dict[str, Any]) -> N
     lengths = [(1 + row % room, 9 + (97 * row * row) % 3000) for row in range(20)]
     is_fp8 = spec.cache_dtype == FP8
     paged = fp8_paged(spec, lengths, SCALES) if is_fp8 else Paged(spec, lengths)
-    backend, rows, max_blocks = make_backend(spec), 20, 200
+    backend, rows, max_blocks, meant = make_backend(spec), 20, 200, slice(spec.value_dim)
     count = backend.graph_words(rows, max_blocks, room)
     assert count is not None
     words = torch.zeros(count, dtype=torch.int32, device=spec.device)
@@ -229,7 +250,7 @@ def test_captured_rows_of_several_tokens(room: int, fields: dict[str, Any]) -> N
     for window in spec.windows:
         found = backend.forward(q, paged.cache, starts, words, captured.step, window)[at].float()
         expected = paged.run(backend, window).float()
-        error = (found - expected).norm() / expected.norm()
+        error = (found - expected)[..., meant].norm() / expected[..., meant].norm()
         assert float(error) < (1e-5 if spec.dtype == torch.float32 else 1e-2), (window, error)
 
 

@@ -31,12 +31,13 @@ def test_they_compile(
     cache_dtype: torch.dtype | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On a GPU with an H100's memory 64 keys are a warpgroup instruction's tall side."""
+    """On an H100 Gluon's kernels, or for fp8 Triton's with 64 keys as the tall side."""
     pytest.importorskip("triton")
     from modeling.attention.triton import backend
 
     monkeypatch.setattr(backend, "device_sizes", lambda device: (SHARED[gpu], 132))
     monkeypatch.setattr(backend, "has_dependent_launch", lambda device: True)
+    monkeypatch.setattr(backend, "has_warpgroups", lambda device: gpu == "H100")
     compiled = Compiled()
     launch = lambda own, *given: compiled(own, *given)  # noqa: E731
     monkeypatch.setattr(Launcher, "__call__", launch)
@@ -56,4 +57,7 @@ def test_they_compile(
     attention.forward(q, cache, starts, tables, step)
     (text,) = compiled.texts
     assert gpu != "H100" or re.search(r"wgmma\.mma_async\.\S+m64n", text)
+    (name,) = compiled.names
+    in_gluon = {"latent_row_kernel", "latent_tile_kernel"}
+    assert (name in in_gluon) == (gpu == "H100" and cache_dtype is None), name
     assert compiled.shared[0] <= SHARED[gpu], compiled.shared
