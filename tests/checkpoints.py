@@ -248,18 +248,17 @@ class AdapterRecipe:
 def write_adapter(folder: Path, model_folder: Path, recipe: AdapterRecipe | None = None) -> Path:
     """Write a PEFT LoRA adapter with random non-zero A and B for the model; returns `folder`."""
     recipe = recipe or AdapterRecipe()
+    base = load_oracle(model_folder)
     config = LoraConfig(
         r=recipe.r,
         lora_alpha=recipe.alpha,
-        target_modules=recipe.target_modules
-        if isinstance(recipe.target_modules, str)
-        else list(recipe.target_modules),
+        target_modules=_targets(base, recipe.target_modules),
         use_rslora=recipe.use_rslora,
         layers_to_transform=recipe.layers_to_transform,
         task_type="CAUSAL_LM",
         **recipe.extra,
     )
-    model = get_peft_model(load_oracle(model_folder), config)
+    model = get_peft_model(base, config)
     generator = torch.Generator().manual_seed(recipe.seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -284,6 +283,16 @@ def write_adapter(folder: Path, model_folder: Path, recipe: AdapterRecipe | None
         joined: Any = PeftModel.from_pretrained(load_oracle(model_folder), str(folder))
         joined.save_pretrained(str(folder))
     return folder
+
+
+def _targets(model: torch.nn.Module, names: Sequence[str] | str) -> list[str] | str:
+    """Leave out names that are linear maps elsewhere, and modules of several here (qkv_proj)."""
+    if isinstance(names, str):
+        return names
+    several = {
+        path.rpartition(".")[2] for path, each in model.named_modules() if [*each.children()]
+    }
+    return [name for name in names if name not in several]
 
 
 def split_experts(folder: Path, recipe: AdapterRecipe) -> None:

@@ -197,6 +197,16 @@ GENERIC: dict[str, dict[str, Any]] = {
         "head_dim": 8,
         "num_hidden_layers": 2,
     },
+    "zaya": {
+        "layer_types": ["hybrid", "hybrid_sliding"] * 2,
+        "sliding_window": WINDOW,
+        "cca_time0": 3,
+        "attention_bias": True,
+        "num_experts": 4,
+        "moe_intermediate_size": 24,
+        "router_hidden_size": 16,
+        "head_dim": 8,
+    },
     "stablelm": {"use_parallel_residual": True, "qk_layernorm": True, "head_dim": 8},
     "gemma2_untied": {"model_type": "gemma2", "tie_word_embeddings": False},
     "cohere_untied": {"model_type": "cohere", "tie_word_embeddings": False},
@@ -282,7 +292,7 @@ COLUMNS = (
     "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "gate_up_proj", "fc1", "c_fc",
     "per_layer_input_gate", "per_layer_projection", "per_layer_model_projection", "input_linear",
     "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba", "in_proj",
-    "w1", "w3", "x_proj", "dt_proj", "qkv_proj", "output_gate",
+    "w1", "w3", "x_proj", "dt_proj", "qkv_proj", "output_gate", "v_proj_current", "v_proj_delayed",
 )  # fmt: skip
 ROWS = ("o_proj", "dense", "down_proj", "fc2", "c_proj", "output_linear", "out_proj", "w2")
 """Linear layers by all of the families' names; a family has some of them."""
@@ -305,7 +315,7 @@ MIXER_ADAPTERS = {
             "q_proj", "k_proj", "v_proj", "o_proj", "in_proj", "in_proj_qkv", "in_proj_z",
             "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba", "a_proj", "b_proj", "f_proj",
             "g_proj", "f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj", "x_proj", "dt_proj",
-            "qkv_proj", "output_gate",
+            "qkv_proj", "output_gate", "v_proj_current", "v_proj_delayed",
         ),
     ),
 }  # fmt: skip

@@ -113,7 +113,12 @@ def randomise(name: str, parameter: torch.nn.Parameter, generator: torch.Generat
 
 
 def randomise_scales(model: torch.nn.Module, generator: torch.Generator | None = None) -> None:
-    """What scales a layer's result around one (Gemma 4), where transformers begins with one."""
+    """What scales a layer's result around one (Gemma 4), where transformers begins with one.
+
+    And what makes ZAYA choose an expert, around what transformers sets for none.
+    """
     for name, buffer in model.named_buffers():
         if name.endswith("layer_scalar"):
             buffer.uniform_(0.7, 1.3, generator=generator)
+        if name.endswith("balancing_biases"):
+            buffer.uniform_(-1.2, -0.8, generator=generator)

@@ -30,7 +30,7 @@ PAGED_TYPES = frozenset(
         "nanochat", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3", "olmo_hybrid", "olmoe",
         "persimmon", "phi", "phimoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe",
         "qwen3_next", "sarvam_mla", "sarvam_moe", "seed_oss", "smollm3", "solar_open", "stablelm",
-        "starcoder2", "vaultgemma", "xglm", "youtu", "zamba2",
+        "starcoder2", "vaultgemma", "xglm", "youtu", "zamba2", "zaya",
     )
 )  # fmt: skip
 """The `model_type`s of config.json that are served so."""
@@ -64,6 +64,7 @@ RECURRENT_TYPES = frozenset(
         "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba",
         "kimi_linear", "lara_mini", "lfm2", "lfm2_moe", "lfm3", "mamba", "mamba2", "minimax",
         "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "zamba2",
+        "zaya",
     )
 )  # fmt: skip
 """Those of them that may have recurrent layers, beside those that attend or without any."""
@@ -194,11 +195,11 @@ def _obstacle(config: Mapping[str, Any]) -> str | None:
 
 
 def _ropes(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """The rotary settings: one, or one for each kind of layer, None for kinds without."""
+    """The rotary settings: one, or one for each kind of layer, None for kinds without.
+
+    ZAYA1's files have a type beside those of the kinds, which transformers does not read.
+    """
     for key in ("rope_parameters", "rope_scaling"):
         given = config.get(key) or {}
-        parts = [value for value in given.values() if value is not None]
-        if all(isinstance(value, Mapping) for value in parts):
-            yield from parts
-        else:
-            yield given
+        parts = [value for value in given.values() if isinstance(value, Mapping)]
+        yield from parts or [given]

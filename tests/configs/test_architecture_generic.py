@@ -55,6 +55,10 @@ def test_paged(config: dict[str, Any]) -> None:
             {**GLM, "rope_parameters": {"one": None, "other": {"rope_type": "longrope"}}},
             "rope_type longrope is not served paged",
         ),
+        (
+            {**GLM, "rope_parameters": {"one": {"rope_type": "longrope"}, "rope_type": "default"}},
+            "rope_type longrope is not served paged",
+        ),
         ({**GLM, "layer_types": ["mamba", "full_attention"]}, "layer_types mamba are not served"),
         ({**GLM, "model_type": "mine"}, "model_type mine is not among those with a paged"),
         ({**GLM, "max_position_embeddings": None}, "does not give max_position_embeddings"),

@@ -14,6 +14,9 @@ from modeling.adapters.projection import (
 GENERATES = "CAUSAL_LM"
 """PEFT's task_type of adapters that are loaded as PeftModelForCausalLM."""
 
+BEFORE_FIRST = frozenset({"v_proj_delayed"})
+"""Maps that are computed of a row of zeros before a sequence's first token, too (ZAYA)."""
+
 
 def check_activation(
     plan: LoraPlan,
@@ -46,6 +49,13 @@ def check_activation(
             f"alora_invocation_tokens with factors of {', '.join(late)}: this model's cache has "
             "latents, of which an adapter of that map changes all that a token reads, those before "
             "the invocation too; retrain it without that module"
+        )
+    early = sorted({each.name for each in found} & BEFORE_FIRST)
+    if plan.lora_bias and early:
+        refuse(
+            f"lora_bias with alora_invocation_tokens and factors of {', '.join(early)}: PEFT adds "
+            "that bias before a prompt's first token too, where the invocation comes later; "
+            "retrain it without lora_bias, or without that module"
         )
     if plan.task != GENERATES:
         # Of PEFT's classes PeftModelForCausalLM alone looks for the invocation (peft_model.py).

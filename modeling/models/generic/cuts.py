@@ -48,6 +48,12 @@ _OWN_PLAN = {
 }
 """The plan of types without one in their configs: their attention may count its heads itself."""
 
+_OWN_EXPERTS = {
+    "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
+    "layers.*.mlp.experts.down_proj": "rowwise",
+}
+"""The same of their experts, in transformers' words."""
+
 _QUERY = "layers.*.self_attn.q_proj"
 _LATENT_QUERY = "layers.*.self_attn.q_b_proj"
 """Stands in a plan for both: a model without a rank of its queries' factors has the other."""
@@ -89,7 +95,9 @@ class CutPlan:
             # Mean and spread of their activations, or the norm of these, are of the whole width.
             self._styles = {path: own for path, own in self._styles.items() if ".mlp." not in path}
         self._experts = {
-            name: style for name, style in plan.items() if ".experts." in name and style in _EXPERTS
+            name: style
+            for name, style in (plan or _OWN_EXPERTS).items()
+            if ".experts." in name and style in _EXPERTS
         }
 
     def of(self, path: str, module: nn.Linear) -> LinearCut:

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from modeling.adapters.linear import AdapterColumnLinear, AdapterRowLinear
 from modeling.adapters.vocabulary import embed_adapted, logits_adapted
@@ -47,8 +48,13 @@ class GenericLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., this rank's in] to [..., this rank's out]."""
-        y: Tensor = self.linear(_rows(x), self._step.adapter_data)
-        return y.view(*x.shape[:-1], y.shape[-1])
+        rows, data = _rows(x), self._step.adapter_data
+        count = len(rows)
+        if data is not None and count < self._step.part_tokens:
+            # What is before a sequence's first token has that one's adapter (ZAYA: a row of zeros).
+            rows = F.pad(rows, (0, 0, 0, self._step.part_tokens - count))
+        y: Tensor = self.linear(rows, data)
+        return y[:count].view(*x.shape[:-1], y.shape[-1])
 
 
 class MergedColumns(nn.Module):

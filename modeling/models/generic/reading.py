@@ -18,6 +18,10 @@ from sharding.group import TensorParallel
 from sharding.loader import Weights
 from sharding.slicing import Segments, whole
 
+SET_AGAIN = {"balancing_biases": -1.0}
+"""Last numbers of buffers that transformers sets in what it has read, too (ZAYA): its code to make
+new weights does not see that these are none."""
+
 
 def read_rest(
     causal: PreTrainedModel,
@@ -103,6 +107,8 @@ class _Reader:
             full, kept = f"{path}.{name}", name not in module._non_persistent_buffers_set
             if kept and weights.has(full):
                 buffer = weights.read(full, tuple(buffer.shape), dtype=buffer.dtype)
+            if name in SET_AGAIN:
+                buffer[-1] = SET_AGAIN[name]
             setattr(module, name, buffer.to(weights.device))
 
     def _read_own(self, name: str, shape: tuple[int, ...], own: range) -> Tensor:

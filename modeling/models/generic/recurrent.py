@@ -11,7 +11,7 @@ are copies that are kept of some positions, from which other sequences go on.
 import copy
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -75,7 +75,9 @@ class RecurrentLayers:
         for module in causal.modules():
             name = _cache_argument(module)
             if name is not None:
-                module.forward = partial(self._compute, module, name)  # of this module alone
+                names = list(inspect.signature(type(module).forward).parameters)[2:]
+                # Of this module alone.
+                module.forward = partial(self._compute, module, name, names)
                 self._fresh = self._fresh or DynamicCache(config=config).layers
 
     @property
@@ -129,13 +131,16 @@ class RecurrentLayers:
         self,
         module: Any,
         name: str,
+        names: Sequence[str],
         hidden_states: Tensor,
+        *given: Any,
         **options: Any,
-    ) -> Tensor | tuple[Tensor, None]:
-        """Replace a mixer's forward: [1, tokens, hidden] to the same shape.
+    ) -> Tensor | tuple[Tensor | None, ...]:
+        """Replace a mixer's forward: [1, tokens, hidden] to [1, tokens, ...], or several of those.
 
-        Some return a second thing, which nothing reads.
+        name: its cache's. names: those of what may be given by position. Some return None beside.
         """
+        options |= zip(names, given, strict=False)
         layer: int = module.layer_idx
         if layer not in self._forwards:
             own = mixer_forward(module, hidden_states.device, hidden_states.dtype)
@@ -145,29 +150,32 @@ class RecurrentLayers:
             options["attention_mask"] = None
         found = []
         for rows in self._step.state_rows:
-            part = hidden_states[0, rows.tokens]
-            part = part[:, None] if rows.single else part[None]
+            tokens = hidden_states[0, rows.tokens]
+            part = tokens[:, None] if rows.single else tokens[None]
             cache = self._cache(layer, rows, by_slots and rows.single)
             if scan is not None:
                 scan.state = cache.get_linear_cache(layer)
-            with self._step.adapted_by(rows.adapter_data):
+            with self._step.adapted_by(rows.adapter_data, len(tokens)):
                 computed = forward(part, **{**options, name: cache})
-            out = computed if isinstance(computed, Tensor) else computed[0]
+            outputs = (computed,) if isinstance(computed, Tensor) else computed
             if layer not in self._examples:
                 self._learn(layer, cache.layers[layer])
                 decode = partial(forward, part[:, :1], **{**options, name: cache})
                 self._decodes.append((type(module).__name__, decode))
             self._keep(layer, rows, cache.layers[layer])
-            found.append(out.flatten(0, 1))
-        together = (torch.cat(found) if len(found) > 1 else found[0])[None]
-        return together if isinstance(computed, Tensor) else (together, None)
+            found.append(outputs)
+        first, *others = (_joined(parts) for parts in zip(*found, strict=True))
+        assert first is not None, "a mixer returns its tokens first"
+        return first if isinstance(computed, Tensor) else (first, *others)
 
     def _cache(self, layer: int, rows: StateRows, by_slots: bool) -> _Cache:
         """The states of some rows as transformers' cache has them.
 
         by_slots: recurrent ones are those of all batch slots, which the mixer changes.
         """
-        own = copy.deepcopy(self._fresh[layer])
+        own = copy.copy(self._fresh[layer])
+        # Not deeply: what a layer that attends has of its window would be copied on the device.
+        vars(own).update({n: dict(each) for n, each in vars(own).items() if isinstance(each, dict)})
         own.update_recurrent_state = partial(_take, own)
         # The mixer looks at its own layer alone.
         cache = _Cache(layers=[*self._fresh[:layer], own])
@@ -213,6 +221,14 @@ def _allocated(example: Tensor, batch_slots: int, kept: int) -> Tensor:
     states = example.new_empty(batch_slots + 1 + kept, *example.shape)
     states[batch_slots].zero_()
     return states
+
+
+def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """Bring what was computed of a step's rows, [rows, tokens of one, ...], to [1, tokens, ...]."""
+    found = [part.flatten(0, 1) for part in parts if part is not None]
+    if not found:
+        return None
+    return (torch.cat(found) if len(found) > 1 else found[0])[None]
 
 
 def _take(own: Any, state: Tensor | None, number: int = 0, **_options: Any) -> Tensor | None:

@@ -169,12 +169,14 @@ class CurrentStep:
     """What is computed now.
 
     adapter_data: None for the base model. state_rows: the rows as recurrent layers compute them.
+    part_tokens: how many tokens a recurrent layer computes now; 0 outside of any.
     rotates_at_once: heads are rotated when layers call for it, which do more with them then.
     """
 
     rotates_at_once = False
     adapter_data: AdapterData | None = None
     state_rows: tuple[StateRows, ...] = ()
+    part_tokens = 0
 
     def __init__(self) -> None:
         self._attention: LayerAttention | None = None
@@ -218,13 +220,15 @@ class CurrentStep:
             self._results.clear()
 
     @contextmanager
-    def adapted_by(self, adapter_data: AdapterData | None) -> Iterator[None]:
-        """Compute some of the step's tokens meanwhile, with adapters of their own."""
+    def adapted_by(self, adapter_data: AdapterData | None, tokens: int) -> Iterator[None]:
+        """Compute so many of the step's tokens meanwhile, with adapters of their own."""
         before, self.adapter_data = self.adapter_data, adapter_data
+        self.part_tokens = tokens
         try:
             yield
         finally:
             self.adapter_data = before
+            self.part_tokens = 0
 
     def attend(
         self, layer: int, given: Sequence[Tensor], heads: Heads, form: AttentionLayer

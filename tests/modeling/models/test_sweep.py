@@ -71,7 +71,7 @@ def test_factors_that_peft_does_not_find_again_are_refused(tmp_path: Path) -> No
     ("kind", "sentence"),
     [
         ("deepseek_v4", "compressed_sparse_attention: such layers keep one key for several"),
-        ("zaya", "hybrid: such layers keep a recurrent state"),
+        ("inkling_text", "hybrid: such layers keep a recurrent state"),
         ("openai-gpt", "keeps no cache"),
         ("ernie", "is_decoder is false"),
     ],

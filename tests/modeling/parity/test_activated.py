@@ -20,6 +20,8 @@ from configs.wire.adapters import (
 )
 from configs.wire.merging import MergeRule
 from configs.wire.sampling import Sampling
+from modeling.adapters.peft.folder import open_adapter
+from modeling.runner.adapter_check import adaptable
 from modeling.runner.load_paged import load_paged
 from modeling.runner.paged import ModelRunner
 from sharding.group import SingleRank
@@ -139,7 +141,10 @@ def compare_cases(
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(
     ("family", "variant"),
-    [("llama", "gqa"), ("gpt2", "plain"), ("generic", "olmo2"), ("generic", "lfm2")],
+    [
+        *(("llama", "gqa"), ("gpt2", "plain")),
+        *(("generic", "olmo2"), ("generic", "lfm2"), ("generic", "zaya")),
+    ],
 )
 def test_mixed_batches(world: World, family: str, variant: str, ranks: int) -> None:
     """In chunks that cut the invocation, beside the base and a plain adapter."""
@@ -225,6 +230,23 @@ def test_merges_and_vocabulary_are_refused(world: World) -> None:
     path.write_text(json.dumps(fields))
     with pytest.raises(AdapterError, match="linear modules inside the layers alone"):
         runner.stage(FetchedAdapter(AdapterKey(9), "ends", str(ends), "ends"))
+
+
+def test_a_bias_before_the_first_token_is_refused(world: World, tmp_path: Path) -> None:
+    """PEFT adds it wherever the invocation is, so the tokens before would not be the base's."""
+    model = world.model("generic", "zaya")
+    extra = {"alora_invocation_tokens": INVOCATION, "lora_bias": True}
+    recipe = AdapterRecipe(target_modules=("o_proj", "v_proj_delayed"), extra=extra)
+    folder = write_adapter(tmp_path / "it", model, recipe)
+    prompt = prompt_of(96, 20, 9, 1)
+    assert not torch.equal(
+        prompt_logits(model, folder, prompt)[:9], prompt_logits(model, None, prompt)[:9]
+    )
+    projections = adaptable(engine_config(model))
+    with pytest.raises(AdapterError, match=r"lora_bias .*v_proj_delayed: PEFT adds that bias"):
+        open_adapter(folder, projections, 64)
+    other = replace(recipe, target_modules=("o_proj", "v_proj_current"))
+    open_adapter(write_adapter(tmp_path / "other", model, other), projections, 64)
 
 
 @pytest.mark.parametrize("task", [None, "FEATURE_EXTRACTION"])

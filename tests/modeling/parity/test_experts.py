@@ -101,6 +101,13 @@ def test_more_types(world: World, variant: str) -> None:
     compare(world, Setting("mixture", variant, 2, [*NAMES, "router", "down", "r8"]))
 
 
+@pytest.mark.parametrize("spread", swept([False, True], lambda spread: not spread))
+def test_beside_an_expert_that_computes_nothing(world: World, spread: bool) -> None:
+    """ZAYA's routers choose it by a number behind the last."""
+    names = [*NAMES, "down", "ranks"]
+    compare(world, Setting("mixture", "zaya", 2, names, spread=spread))
+
+
 def test_layers_with_heads_of_their_own(world: World) -> None:
     """Over more ranks than some layers have KV heads."""
     compare(world, Setting("mixture", "mimo_v2_flash", 4, [BASE, "r8", "parameters"]))

@@ -40,7 +40,7 @@ EVERYONE = [BASE, "r8", "columns", "rows"]
 
 MAIN = {
     *("gemma2", "gemma4_text", "glm4", "granite_hybrid", "jamba", "lfm2", "llama4_text", "minimax"),
-    *("olmo2", "olmoe_clipped", "qwen3_5_text"),
+    *("olmo2", "olmoe_clipped", "qwen3_5_text", "zaya"),
 }
 """Those whose layers differ most; every type has its own cell in `models/test_generic_types.py`."""
 
@@ -92,7 +92,10 @@ def test_models_without_attention_scheduled(world: World, variant: str) -> None:
 @pytest.mark.parametrize(
     "variant",
     swept(
-        ["gemma2", "olmo3", "deepseek_v3", "gpt_oss", "qwen3_5_text", "granite_hybrid", "jamba"],
+        [
+            *("gemma2", "olmo3", "deepseek_v3", "gpt_oss", "qwen3_5_text", "granite_hybrid"),
+            *("jamba", "zaya"),
+        ],
         lambda variant: variant in ("gemma2", "gpt_oss", "qwen3_5_text"),
     ),
 )

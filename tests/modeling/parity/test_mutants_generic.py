@@ -43,6 +43,7 @@ GPT_OSS = Setting("mixture", "gpt_oss", 1, [BASE])
 MIXTRAL = Setting("mixture", "mixtral", 1, [BASE])
 MIXTRAL_CUT = Setting("mixture", "mixtral", 2, [BASE])
 GLM4_CUT = Setting("generic", "glm4", 2, [BASE])
+ZAYA = Setting("generic", "zaya", 1, [BASE])
 
 GEMMA4 = Setting("generic", "gemma4_text", 1, [BASE, "r8"])
 GEMMA4_CUT = Setting("generic", "gemma4_equal", 2, [BASE, "r8"])
@@ -51,7 +52,7 @@ LLAMA4 = Setting("generic", "llama4_text", 1, [BASE])
 LLAMA4_CUT = Setting("generic", "llama4_text", 2, [BASE])
 GEMMA3N = Setting("outer", "gemma3n", 1, [BASE])
 
-SOUND = [GEMMA3N, GEMMA4, GEMMA4_CUT, GRANITE, LLAMA4, LLAMA4_CUT]
+SOUND = [ZAYA, GEMMA3N, GEMMA4, GEMMA4_CUT, GRANITE, LLAMA4, LLAMA4_CUT]
 SOUND += [GEMMA2, GEMMA2_CUT, MINISTRAL, PHI, COHERE, GPT_OSS, MIXTRAL, MIXTRAL_CUT, GLM4_CUT]
 
 
@@ -261,6 +262,13 @@ def test_experts_summed_twice(world: World, monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(reading, "_summed", summed)
     expect_mismatch(world, MIXTRAL_CUT)
+
+
+def test_a_buffer_that_is_left_as_it_was_read(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "SET_AGAIN", {})
+    expect_mismatch(world, ZAYA)
 
 
 def test_experts_not_summed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from modeling.layers.selective_scan import selective_scan as scan
 from modeling.models.context import StateRows
 from modeling.models.generic import lightning, mixer_functions
+from modeling.models.generic.modules import GenericLinear
 from modeling.models.generic.recurrent import KINDS, RecurrentLayers
 from modeling.runner import state_rows
 from modeling.runner.cuda_graphs import DecodeGraphs, PaddedStep
@@ -25,7 +26,9 @@ DELTA_NET = Setting("generic", "qwen3_5_text", 1, [BASE, "r8"])
 CONVOLUTION = Setting("generic", "lfm2", 2, [BASE, "r8"])
 SELECTIVE = Setting("mixers", "mamba", 1, [BASE, "r8"])
 LIGHTNING = Setting("mixers", "minimax", 1, [BASE, "r8"])
-EVERY = [DELTA_NET, CONVOLUTION, SELECTIVE, LIGHTNING]
+DELAYED = Setting("generic", "zaya", 1, [BASE, "r8"])
+BEGUN = Setting("generic_dora", "zaya", 2, [BASE, "biased"])
+EVERY = [DELTA_NET, CONVOLUTION, SELECTIVE, LIGHTNING, DELAYED]
 SETTINGS = pytest.mark.parametrize("setting", EVERY, ids=lambda setting: setting.variant)
 
 
@@ -54,7 +57,7 @@ def test_states_that_are_forgotten_or_left_by_others(
     expect_mismatch(world, setting)
 
 
-@pytest.mark.parametrize("setting", [DELTA_NET, CONVOLUTION], ids=lambda s: str(s.variant))
+@pytest.mark.parametrize("setting", [DELTA_NET, CONVOLUTION, DELAYED], ids=lambda s: str(s.variant))
 def test_states_of_another_row(
     world: World, monkeypatch: pytest.MonkeyPatch, setting: Setting
 ) -> None:
@@ -67,6 +70,24 @@ def test_recurrent_layers_without_the_rows_adapters(
 ) -> None:
     _rows_as(monkeypatch, adapter_data=lambda _: None)
     expect_mismatch(world, DELTA_NET)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # PEFT's, of biases
+def test_a_row_before_the_first_without_its_adapter(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is of zeros, but a bias of B counts there too."""
+    compare(world, BEGUN)
+    real = GenericLinear.forward
+
+    def forward(self: GenericLinear, x: Tensor) -> Tensor:
+        if x.numel() // x.shape[-1] < self._step.part_tokens:
+            with self._step.adapted_by(None, 0):
+                return real(self, x)
+        return real(self, x)
+
+    monkeypatch.setattr(GenericLinear, "forward", forward)
+    expect_mismatch(world, BEGUN)
 
 
 def _scan_from_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,8 +150,11 @@ def test_tokens_behind_a_state_that_are_computed_otherwise(
 
 
 @pytest.mark.sweep
+@pytest.mark.parametrize("setting", [DELTA_NET, DELAYED], ids=lambda s: str(s.variant))
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_state_that_is_not_kept(world: World, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_a_state_that_is_not_kept(
+    world: World, monkeypatch: pytest.MonkeyPatch, kind: str, setting: Setting
+) -> None:
     real = RecurrentLayers._keep
 
     def keep(self: RecurrentLayers, layer: int, rows: StateRows, own: Any) -> None:
@@ -141,7 +165,7 @@ def test_a_state_that_is_not_kept(world: World, monkeypatch: pytest.MonkeyPatch,
         real(self, layer, rows, own)
 
     monkeypatch.setattr(RecurrentLayers, "_keep", keep)
-    expect_mismatch(world, DELTA_NET)
+    expect_mismatch(world, setting)
 
 
 def _pad_with_a_real_slot(monkeypatch: pytest.MonkeyPatch) -> None:
