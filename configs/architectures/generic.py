@@ -17,12 +17,14 @@ PAGED_TYPES = frozenset(
         "afmoe", "apertus", "apertus1p5_text", "arcee", "aria_text", "axk1", "axk2",
         "bailing_hybrid", "bamba", "beam", "biogpt", "bitnet", "bloom", "codegen", "cohere",
         "cohere2", "cohere2_moe", "cohere_compass_text", "ctrl", "cwm", "dbrx", "deepseek_v2",
-        "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5", "ernie4_5_moe", "exaone", "exaone4",
+        "deepseek_v3", "deepseek_v32", "dory", "dots1",
+        "ernie4_5", "ernie4_5_moe", "exaone", "exaone4",
         "exaone_moe", "falcon", "falcon_h1", "falcon_mamba", "flex_olmo", "flint", "gemma",
         "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "gemma4_unified_text", "glm",
         "glm4", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt_bigcode", "gpt_neo",
         "gpt_neox_japanese", "gpt_oss", "gptj", "granite_swa", "granitemoe", "granitemoe_swa",
-        "granitemoehybrid", "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe",
+        "granitemoehybrid", "granitemoeshared", "helium", "hrm_text",
+        "hunyuan_v1_dense", "hunyuan_v1_moe",
         "hy_v3", "hy_v4", "hyperclovax", "internlm3", "iquestcoder", "jais2", "jamba", "jetmoe",
         "kimi_linear", "kolibri1", "laguna", "lfm2", "lfm2_moe", "lfm3", "llama4_text", "mamba",
         "mamba2", "mellum", "mimo_v2_flash", "minicpm3", "minimax", "minimax_m2",
@@ -52,6 +54,9 @@ _REFINED_WEB = {
     "n_head": "num_attention_heads", "n_head_kv": "num_kv_heads", "n_layer": "num_hidden_layers",
 }  # fmt: skip
 """Fields of Falcons that were published before transformers knew them, by today's names."""
+
+_BLOCKS = ("num_hidden_layers", "n_input_layers", "n_recurrent_layers", "n_output_layers")
+"""Fields of a Dory that count attention and feed-forward as two."""
 
 _ROPE_TYPES = frozenset(
     {None, "default", "dynamic", "linear", "llama3", "proportional", "xdrope", "yarn"}
@@ -130,8 +135,15 @@ class GenericArchitecture(ModelArchitecture):
 
 
 def known_names(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a config.json with the names that transformers has today: Falcon's were others."""
+    """Return a config.json as transformers reads it today.
+
+    Falcon's fields had other names. Dory's counts are of blocks, two of which are a layer.
+    """
     kind = config.get("model_type")
+    blocks = config.get("layer_types")
+    if kind == "dory" and isinstance(blocks, list) and "mlp" in blocks:
+        halved = {key: config[key] // 2 for key in _BLOCKS if isinstance(config.get(key), int)}
+        return {**config, **halved, "layer_types": blocks[::2]}
     if kind not in ("RefinedWeb", "RefinedWebModel"):
         return config
     fields = {_REFINED_WEB.get(key, key): value for key, value in config.items()}
@@ -178,6 +190,12 @@ def _obstacle(config: Mapping[str, Any]) -> str | None:
         return "alibi: transformers rounds Falcon's biases to bfloat16, by each key's position"
     if config.get("slow_but_exact") and config.get("pretraining_tp", 1) > 1:
         return "slow_but_exact: transformers leaves biases out then"
+    loops = config.get("n_recurrent_loops", 2)
+    if kind == "dory" and config.get("recurrent_kv_cache_mode") == "last_loop" and loops != 1:
+        raise ArchitectureError(
+            "recurrent_kv_cache_mode (last_loop): transformers computes a prompt in one piece "
+            "otherwise than token by token, so answers would depend on how it is cut: set per_loop"
+        )
     table = config.get("vocab_size_per_layer_input") or config["vocab_size"]
     is_read = kind == "gemma4_text" and config.get("hidden_size_per_layer_input")
     if is_read and table < config["vocab_size"]:

@@ -15,7 +15,6 @@ REASONS: dict[str, str] = {
     ),
     **dict.fromkeys(("diffllama", "longcat_flash"), _TWICE),
     "doge": "its mask depends on the values",
-    "hrm_text": "its decoder's layers run several times for each token",
     "moshi": "its cache forgets by a window that its attention does not read",
 }  # fmt: skip
 """By model_type."""

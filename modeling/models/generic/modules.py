@@ -11,6 +11,7 @@ from modeling.models.generic.outer_rows import OuterRows
 from modeling.models.generic.step import CurrentStep
 from sharding.embedding import ParallelHead, VocabParallelEmbedding
 from sharding.linear import ColumnParallelLinear, RowParallelLinear
+from sharding.loader import Weights
 
 _NORMED = ("MuseGlimmerTextNormedEmbedding",)
 """Embeddings that end in a norm."""
@@ -140,11 +141,21 @@ class GenericEmbedding(nn.Module):
 class GenericHead(nn.Module):
     """The head with the step's adapters."""
 
-    def __init__(self, base: ParallelHead, step: CurrentStep, bias: nn.Parameter | None) -> None:
-        """bias: [vocab_size], the same on every rank; None for a head without one."""
+    def __init__(
+        self,
+        base: ParallelHead,
+        step: CurrentStep,
+        bias: nn.Parameter | None,
+        scale: Tensor | None = None,
+    ) -> None:
+        """bias, scale: [vocab_size], the same on every rank; None for a head without one.
+
+        scale: float32, what logits are multiplied by; adapters of such a head are not served.
+        """
         super().__init__()
         self.base = base
         self.bias = bias
+        self._scale = scale
         self._step = step
 
     @property
@@ -155,7 +166,8 @@ class GenericHead(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """[1, n, hidden] to [1, n, vocab_size], the same on every rank."""
         logits = logits_adapted(self.base, hidden[0], self._step.adapter_data)
-        return (logits if self.bias is None else logits + self.bias)[None]
+        logits = logits if self.bias is None else logits + self.bias
+        return (logits if self._scale is None else logits.float() * self._scale)[None]
 
 
 def embedding_norm(module: nn.Embedding) -> nn.Module | None:
@@ -177,6 +189,15 @@ def embedding_scale(module: nn.Embedding, device: torch.device) -> Tensor | floa
     if not isinstance(scale, float):
         raise ValueError(f"{type(module).__name__} is an embedding of a kind that is not known")
     return scale
+
+
+def head_scale(module: nn.Linear, path: str, weights: Weights) -> Tensor | None:
+    """What a head multiplies logits by (Dory), float32 [vocab_size]; None for a plain one."""
+    if type(module).__name__ != "DoryLMHead":
+        return None
+    factor: Any = module.logit_scale_factor
+    scale = weights.read(f"{path}.logit_scale", (module.out_features,)).float()
+    return scale * float(factor)
 
 
 def keep_inside(table: nn.Embedding | None, vocab_size: int) -> None:
