@@ -58,6 +58,8 @@ _REFINED_WEB = {
 _BLOCKS = ("num_hidden_layers", "n_input_layers", "n_recurrent_layers", "n_output_layers")
 """Fields of a Dory that count attention and feed-forward as two."""
 
+_ENDS = ("n_input_layers", "n_output_layers")
+
 _ROPE_TYPES = frozenset(
     {None, "default", "dynamic", "linear", "llama3", "proportional", "xdrope", "yarn"}
 )
@@ -190,12 +192,8 @@ def _obstacle(config: Mapping[str, Any]) -> str | None:
         return "alibi: transformers rounds Falcon's biases to bfloat16, by each key's position"
     if config.get("slow_but_exact") and config.get("pretraining_tp", 1) > 1:
         return "slow_but_exact: transformers leaves biases out then"
-    loops = config.get("n_recurrent_loops", 2)
-    if kind == "dory" and config.get("recurrent_kv_cache_mode") == "last_loop" and loops != 1:
-        raise ArchitectureError(
-            "recurrent_kv_cache_mode (last_loop): transformers computes a prompt in one piece "
-            "otherwise than token by token, so answers would depend on how it is cut: set per_loop"
-        )
+    if kind == "dory":
+        _check_loops(config)
     table = config.get("vocab_size_per_layer_input") or config["vocab_size"]
     is_read = kind == "gemma4_text" and config.get("hidden_size_per_layer_input")
     if is_read and table < config["vocab_size"]:
@@ -209,6 +207,22 @@ def _obstacle(config: Mapping[str, Any]) -> str | None:
             "use_bidirectional_attention: tokens that see later ones cannot be generated one by one"
         )
     return None
+
+
+def _check_loops(config: Mapping[str, Any]) -> None:
+    """Refuse a Dory of which transformers answers otherwise when a prompt is cut, or fails."""
+    loops = config.get("n_recurrent_loops", 2)
+    if config.get("recurrent_kv_cache_mode") == "last_loop" and loops != 1:
+        raise ArchitectureError(
+            "recurrent_kv_cache_mode (last_loop): transformers computes a prompt in one piece "
+            "otherwise than token by token, so answers would depend on how it is cut: set per_loop"
+        )
+    ends, count = [config.get(key, 8) for key in _ENDS], config["num_hidden_layers"]
+    if min(ends) < 0 or sum(ends) > count:
+        raise ArchitectureError(
+            f"n_input_layers, n_output_layers ({ends[0]}, {ends[1]}) are no parts of a model of "
+            f"{count} layers: transformers fails on them"
+        )
 
 
 def _ropes(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

@@ -253,6 +253,9 @@ class GenericForCausalLM(nn.Module):
         found = {f"{path}.weight": end.base_rows for end in ends for path in end.modules(0)}
         if (bias := self._head.bias) is not None:
             found[f"{self._ends.head}.bias"] = BaseRows(bias.detach(), 0, (len(bias),))
+        if (scale := self._head.scale) is not None:
+            path = f"{self._ends.head}.logit_scale"
+            found[path] = BaseRows(scale.stored, 0, (len(scale.stored),))
         return found
 
     def _add_ends(self, weights: Weights, architecture: GenericArchitecture) -> None:
@@ -283,7 +286,7 @@ class GenericForCausalLM(nn.Module):
             bias = weights.parameter(f"{names.head}.bias", (num_logits,))
         scale = head_scale(head, names.head, weights)
         self._head = GenericHead(whole_head, self._step, bias, scale)
-        self.logits_dtype = self.dtype if scale is None else scale.dtype
+        self.logits_dtype = self.dtype if scale is None else torch.float32
         # PEFT's adapters leave out an embedding's norm and a head's scale, and ours count both
         # ends' rows alike.
         is_plain = self._embedding.norm is None and scale is None

@@ -1,5 +1,6 @@
 """Replacements of transformers' linear layers, embedding and head in its own modules."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -146,16 +147,16 @@ class GenericHead(nn.Module):
         base: ParallelHead,
         step: CurrentStep,
         bias: nn.Parameter | None,
-        scale: Tensor | None = None,
+        scale: "LogitScale | None" = None,
     ) -> None:
         """bias, scale: [vocab_size], the same on every rank; None for a head without one.
 
-        scale: float32, what logits are multiplied by; adapters of such a head are not served.
+        scale: what logits are multiplied by; adapters of such a head are not served.
         """
         super().__init__()
         self.base = base
         self.bias = bias
-        self._scale = scale
+        self.scale = scale
         self._step = step
 
     @property
@@ -167,7 +168,15 @@ class GenericHead(nn.Module):
         """[1, n, hidden] to [1, n, vocab_size], the same on every rank."""
         logits = logits_adapted(self.base, hidden[0], self._step.adapter_data)
         logits = logits if self.bias is None else logits + self.bias
-        return (logits if self._scale is None else logits.float() * self._scale)[None]
+        return (logits if self.scale is None else logits.float() * self.scale.whole)[None]
+
+
+@dataclass(frozen=True)
+class LogitScale:
+    """What a head multiplies the logits by: `stored` is the checkpoint's, `whole` is float32."""
+
+    stored: Tensor
+    whole: Tensor
 
 
 def embedding_norm(module: nn.Embedding) -> nn.Module | None:
@@ -191,13 +200,13 @@ def embedding_scale(module: nn.Embedding, device: torch.device) -> Tensor | floa
     return scale
 
 
-def head_scale(module: nn.Linear, path: str, weights: Weights) -> Tensor | None:
-    """What a head multiplies logits by (Dory), float32 [vocab_size]; None for a plain one."""
+def head_scale(module: nn.Linear, path: str, weights: Weights) -> LogitScale | None:
+    """What a head multiplies logits by (Dory), [vocab_size]; None for a plain one."""
     if type(module).__name__ != "DoryLMHead":
         return None
     factor: Any = module.logit_scale_factor
-    scale = weights.read(f"{path}.logit_scale", (module.out_features,)).float()
-    return scale * float(factor)
+    stored = weights.read(f"{path}.logit_scale", (module.out_features,))
+    return LogitScale(stored, stored.float() * float(factor))
 
 
 def keep_inside(table: nn.Embedding | None, vocab_size: int) -> None:

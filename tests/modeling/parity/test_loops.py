@@ -13,13 +13,14 @@ from torch import Tensor
 from configs.architectures.base import ArchitectureError
 from configs.engine import CacheConfig, CacheDType
 from configs.model import DType, ModelConfig
+from configs.wire.adapters import AdapterError, AdapterKey, FetchedAdapter
 from configs.wire.sampling import Sampling
 from modeling.adapters.linear import AdapterColumnLinear
 from modeling.adapters.product import AdapterData
 from modeling.models.generic import layer_calls
 from modeling.runner.load_paged import load_paged
 from sharding.group import SingleRank
-from tests.checkpoints import load_oracle, oracle_logits
+from tests.checkpoints import AdapterRecipe, load_oracle, oracle_logits, write_adapter
 from tests.checkpoints_generic import VOCAB_SIZE, write_generic
 from tests.modeling.parity.comparison import (
     BASE,
@@ -132,6 +133,29 @@ def test_logits_of_a_dory_are_not_rounded(world: World) -> None:
     logits = model.head(torch.randn(3, model.width, dtype=torch.bfloat16), None)
     assert logits.dtype == model.logits_dtype == torch.float32
     assert (logits != logits.bfloat16().float()).any()
+
+
+def test_a_copy_of_a_scaled_head_in_an_adapter_is_left_out(world: World, tmp_path: Path) -> None:
+    folder = world.model("generic", "dory")
+    recipe = AdapterRecipe(r=4, target_modules=("q_proj",), seed=3, save_embeddings=True)
+    adapter = write_adapter(tmp_path / "adapter", folder, recipe)
+    file = adapter / "adapter_model.safetensors"
+    tensors = load_file(file)
+    name = "base_model.model.lm_head.logit_scale"
+    assert name in tensors
+    runner = load_paged(engine_config(folder), SingleRank(), CPU).allocate()
+    assert runner.stage(FetchedAdapter(AdapterKey(1), "it", str(adapter), "it"))
+    save_file({**tensors, name: tensors[name] * 2}, file)
+    with pytest.raises(AdapterError, match="logit_scale is not this model's weight"):
+        runner.stage(FetchedAdapter(AdapterKey(2), "it", str(adapter), "it"))
+
+
+def test_parts_that_are_more_than_the_layers(tmp_path: Path) -> None:
+    """transformers runs some layers twice then, and one cache has both."""
+    model = write_generic(tmp_path / "model", "dory")
+    _change(model, n_output_layers=8, n_recurrent_layers=-2)
+    with pytest.raises(ArchitectureError, match=r"n_input_layers, n_output_layers \(1, 4\) are no"):
+        load_paged(engine_config(model), SingleRank(), CPU)
 
 
 def test_adapters_of_a_scaled_head_are_not_taken(world: World) -> None:
