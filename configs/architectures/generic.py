@@ -26,7 +26,8 @@ PAGED_TYPES = frozenset(
         "granitemoehybrid", "granitemoeshared", "helium", "hrm_text",
         "hunyuan_v1_dense", "hunyuan_v1_moe",
         "hy_v3", "hy_v4", "hyperclovax", "internlm3", "iquestcoder", "jais2", "jamba", "jetmoe",
-        "kimi_linear", "kolibri1", "laguna", "lfm2", "lfm2_moe", "lfm3", "llama4_text", "mamba",
+        "kimi_linear", "kolibri1", "laguna", "lfm2", "lfm2_moe", "lfm3", "llama4_text",
+        "longcat_flash", "mamba",
         "mamba2", "mellum", "mimo_v2_flash", "minicpm3", "minimax", "minimax_m2",
         "minimax_m3_vl_text", "ministral", "ministral3", "mixtral", "modernbert-decoder", "mpt",
         "nanochat", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3", "olmo_hybrid", "olmoe",
@@ -75,8 +76,12 @@ RECURRENT_TYPES = frozenset(
 )  # fmt: skip
 """Those of them that may have recurrent layers, beside those that attend or without any."""
 
-_IDLE_MODULES = dict.fromkeys(("falcon_mamba", "jamba", "mamba"), ("dt_proj",))
-"""Linear maps by the ends of their paths, of which mixers read the weight: no adapter's factors."""
+_IDLE_MODULES = {
+    **dict.fromkeys(("falcon_mamba", "jamba", "mamba"), ("dt_proj",)),
+    "longcat_flash": ("classifier",),
+}
+"""Linear maps by the ends of their paths, of which mixers and routers read the weight: no adapter's
+factors."""
 
 INDEXED_TYPES = frozenset({"axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4"})
 """Those of which an index chooses the positions that tokens see."""
