@@ -43,6 +43,7 @@ GENERIC: dict[str, dict[str, Any]] = {
     "apertus": {"head_dim": 4},
     "cohere": {"use_qk_norm": True, "logit_scale": 0.5},
     "cohere2": {"layer_types": MIXED, "sliding_window": WINDOW, "logit_scale": 0.5},
+    "diffllama": {"head_dim": 8, "num_key_value_heads": 2},
     "dory": {
         "layer_types": MIXED,
         "sliding_window": WINDOW,

@@ -67,7 +67,7 @@ CONFIGS: dict[str, tuple[type[transformers.PretrainedConfig], dict[str, Any]]] =
     ),
 }
 """Kinds of model by name. gemma2: every other layer sees eight tokens back. There is no
-paged implementation of bert, diffllama and falcon_alibi, which the padded code does not ask for."""
+paged implementation of bert and falcon_alibi, which the padded code does not ask for."""
 
 _NEOX_LIKE = adapters(["query_key_value", "dense_h_to_4h"], ["dense", "dense_4h_to_h"])
 _LLAMA_LIKE = adapters(

@@ -17,7 +17,7 @@ PAGED_TYPES = frozenset(
         "afmoe", "apertus", "apertus1p5_text", "arcee", "aria_text", "axk1", "axk2",
         "bailing_hybrid", "bamba", "beam", "biogpt", "bitnet", "bloom", "codegen", "cohere",
         "cohere2", "cohere2_moe", "cohere_compass_text", "ctrl", "cwm", "dbrx", "deepseek_v2",
-        "deepseek_v3", "deepseek_v32", "dory", "dots1",
+        "deepseek_v3", "deepseek_v32", "diffllama", "dory", "dots1",
         "ernie4_5", "ernie4_5_moe", "exaone", "exaone4",
         "exaone_moe", "falcon", "falcon_h1", "falcon_mamba", "flex_olmo", "flint", "gemma",
         "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "gemma4_unified_text", "glm",

@@ -12,7 +12,6 @@ REASONS: dict[str, str] = {
             "xmod",
         ), _OWN_HEAD,
     ),
-    "diffllama": "its layers attend more than once",
     "doge": "its mask depends on the values",
     "moshi": "its cache forgets by a window that its attention does not read",
 }  # fmt: skip

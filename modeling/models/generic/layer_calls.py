@@ -7,6 +7,7 @@ attend in each round, and a call stores what later tokens read in the same call 
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +22,18 @@ Call = tuple[int, int]
 """A layer's number in the model, and how many calls of its attention a forward had before."""
 
 
+class LayerCall(NamedTuple):
+    """What a call of a layer's attention is.
+
+    number: among all calls of a forward. form: what it attends by. is_kept: its result is read
+    behind the next call, by which captured pieces have written that one's to the same memory.
+    """
+
+    number: int
+    form: AttentionLayer
+    is_kept: bool = False
+
+
 class LayerForms:
     """Learns what the attention of each call is, from one forward over any tokens."""
 
@@ -33,6 +46,8 @@ class LayerForms:
         self._stored: list[tuple[Tensor, Tensor]] = []
         self._owners: dict[tuple[int, int], Call] = {}
         self._unrotated: set[int] = set()
+        self._keys: dict[int, int] = {}
+        self._kept: set[Call] = set()
 
     def attend(self, layer: int, heads: Heads, form: AttentionLayer) -> Tensor:
         """Keep the form; the result is of the right shape and means nothing."""
@@ -45,6 +60,10 @@ class LayerForms:
             raise RotationLostError(f"layer {layer} rotates q and k in ways of their own")
         if source is None and keys in self._unrotated:
             raise RotationLostError(f"layer {layer} stores the same keys with other values")
+        if self._keys.get(layer) == keys:
+            # What it made of the same keys before is read together with this.
+            self._kept.add((layer, call[1] - 1))
+        self._keys[layer] = keys
         if heads.angles[1] is not None or heads.norms[1] is not None:
             self._unrotated.add(keys)
         chunk = self._chunks.get(layer)
@@ -53,8 +72,8 @@ class LayerForms:
         self._forms[call] = replace(form, window=window, chunk=chunk)
         return torch.zeros_like(heads.q)
 
-    def layers(self, num_layers: int, all_attend: bool) -> dict[Call, tuple[int, AttentionLayer]]:
-        """Return each call's number among all of them, in the order of layers, and its form.
+    def layers(self, num_layers: int, all_attend: bool) -> dict[Call, LayerCall]:
+        """Return what each call is, in the order of layers.
 
         all_attend: whether all layers must. ValueError if some attended in another way.
         """
@@ -65,19 +84,19 @@ class LayerForms:
             raise ValueError(f"of {num_layers} layers these attend: {found}")
         index: dict[Call | None, int | None] = {None: None}
         index |= {call: at for at, call in enumerate(calls)}
-        forms = self._forms
+        forms = {
+            call: replace(form, source=index[self._sources[call]])
+            for call, form in self._forms.items()
+        }
         return {
-            call: (at, replace(forms[call], source=index[self._sources[call]]))
-            for at, call in enumerate(calls)
+            call: LayerCall(at, forms[call], call in self._kept) for at, call in enumerate(calls)
         }
 
 
 class PagedLayers:
     """Attention of the engine's step over the paged cache."""
 
-    def __init__(
-        self, context: PagedContext, forms: Mapping[Call, tuple[int, AttentionLayer]]
-    ) -> None:
+    def __init__(self, context: PagedContext, forms: Mapping[Call, LayerCall]) -> None:
         """forms: what `LayerForms.layers` returns; a `PagedLayers` is of one forward."""
         self._context = context
         self._forms = forms
@@ -87,7 +106,7 @@ class PagedLayers:
         """Store k and v, then attend over the rows' whole cache."""
         # The form of a call's attention is fixed: a probe at the start saw it. A window may be in
         # its mask alone, and masks are made for the probe only.
-        at, known = self._forms[self._calls.next(layer)]
+        at, known, is_kept = self._forms[self._calls.next(layer)]
         given = replace(known, window=form.window, chunk=None, source=None)
         assert form == given, (layer, form, known)
         if known.source is None:
@@ -97,7 +116,8 @@ class PagedLayers:
             norm = heads.norms[0]
             norms = None if norm is None else HeadNorms((norm.weight,), (norm.eps,))
             q = rotate_queries(heads.q, heads.angles[0], norms)
-        return self._context.query(at, q, known.window, heads.sinks, heads.index)
+        found = self._context.query(at, q, known.window, heads.sinks, heads.index)
+        return found.clone() if is_kept else found
 
     def _store(self, layer: int, heads: Heads) -> Tensor:
         """Norm and rotate what is not yet, put k and v into the cache, return q."""

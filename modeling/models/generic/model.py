@@ -33,7 +33,7 @@ from modeling.models.generic.fusions import fuse, norm_heads_alone
 from modeling.models.generic.head_alone import without_decoder
 from modeling.models.generic.indexed import MARKS, take_over_indexes
 from modeling.models.generic.latents import keep_latents
-from modeling.models.generic.layer_calls import Call, LayerForms, PagedLayers
+from modeling.models.generic.layer_calls import Call, LayerCall, LayerForms, PagedLayers
 from modeling.models.generic.linears import replace_linears, share_bases
 from modeling.models.generic.modules import (
     CLEARS_PADDING,
@@ -155,7 +155,7 @@ class GenericForCausalLM(nn.Module):
     @property
     def attention_layers(self) -> tuple[AttentionLayer, ...]:
         """What attention is on this rank in each layer that attends."""
-        return tuple(form for _, form in self._forms.values())
+        return tuple(call.form for call in self._forms.values())
 
     @property
     def embedding(self) -> VocabParallelEmbedding:
@@ -322,7 +322,7 @@ class GenericForCausalLM(nn.Module):
         return None if first == count else SharedTail(layers, first, self._forms)
 
     @torch.inference_mode()
-    def _learn_layers(self) -> dict[Call, tuple[int, AttentionLayer]]:
+    def _learn_layers(self) -> dict[Call, LayerCall]:
         """Compute a few tokens to see what each layer's attention is; all ranks do it together."""
         forms = LayerForms(chunks(self.causal.config))
         shapes: dict[str, tuple[int, ...]] = {}

@@ -48,9 +48,7 @@ def marked_window(mask: Tensor | None, window: int | None) -> int | None:
     return window if mask is None else int(mask.max()) or None
 
 
-def check_windows(
-    config: Any, layers: Mapping[tuple[int, int], tuple[int, AttentionLayer]], longest: int
-) -> None:
+def check_windows(config: Any, layers: Mapping[tuple[int, int], Any], longest: int) -> None:
     """Refuse a model where the cache of transformers keeps less than its attention sees.
 
     layers: those that attend, see `LayerForms.layers`. longest: sequence in tokens.
@@ -64,7 +62,8 @@ def check_windows(
             f"sliding_window in config.json do not fit each other: {error!r}"
         ) from error
     kept = dict(enumerate(cache.layers))
-    for (number, _), (_, layer) in layers.items():
+    for (number, _), call in layers.items():
+        layer: AttentionLayer = call.form
         window = getattr(kept.get(number), "sliding_window", None)
         if window is None or window >= longest or layer.chunk is not None:
             continue

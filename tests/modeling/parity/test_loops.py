@@ -1,4 +1,4 @@
-"""Decoders that run some layers several times for each token: Dory and HRM-Text."""
+"""Layers that attend several times for each token: Dory, HRM-Text, DiffLlama."""
 
 import json
 import re
@@ -40,13 +40,13 @@ from tests.sweeps import swept
 
 LOOPS = ("dory", "hrm_text")
 
-CALLS = {"dory": 2 + 3 * 2, "hrm_text": 2 * (2 + 1) * 2}
+CALLS = {"diffllama": 4 * 2, "dory": 2 + 3 * 2, "hrm_text": 2 * (2 + 1) * 2}
 """How often a forward attends: layers outside of loops, then loops by layers in them."""
 
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("variant", LOOPS)
+@pytest.mark.parametrize("variant", CALLS)
 def test_each_call_has_keys_of_its_own(world: World, variant: str) -> None:
     model = load_paged(engine_config(world.model("generic", variant)), SingleRank(), CPU).parts
     assert len(model.weights.model.attention_layers) == CALLS[variant]
@@ -54,17 +54,20 @@ def test_each_call_has_keys_of_its_own(world: World, variant: str) -> None:
     assert not model.weights.model.decoder_layers
 
 
-@pytest.mark.parametrize("variant", swept(LOOPS, lambda variant: variant == "dory"))
+@pytest.mark.parametrize("variant", swept(CALLS, lambda variant: variant != "hrm_text"))
 def test_preempted(world: World, variant: str) -> None:
     compare(world, Setting("generic", variant, 2, [BASE, "r8", "columns"], rejoins_at=2))
 
 
-@pytest.mark.parametrize("variant", swept(LOOPS, lambda variant: variant == "dory"))
-def test_loops_that_share_keys(world: World, monkeypatch: pytest.MonkeyPatch, variant: str) -> None:
+@pytest.mark.parametrize("variant", swept(CALLS, lambda variant: variant != "hrm_text"))
+def test_calls_that_share_a_cache(
+    world: World, monkeypatch: pytest.MonkeyPatch, variant: str
+) -> None:
     real = layer_calls.PagedLayers.__init__
 
     def init(self: layer_calls.PagedLayers, context: Any, forms: Any) -> None:
-        real(self, context, {call: (forms[call[0], 0][0], forms[call][1]) for call in forms})
+        first = {call: forms[call[0], 0].number for call in forms}
+        real(self, context, {call: forms[call]._replace(number=first[call]) for call in forms})
 
     monkeypatch.setattr(layer_calls.PagedLayers, "__init__", init)
     expect_mismatch(world, Setting("generic", variant, 1, [BASE]))

@@ -21,7 +21,7 @@ from modeling.models.generic import (
     step,
 )
 from modeling.models.generic.cuts import CutPlan, LinearCut, Style
-from modeling.models.generic.layer_calls import Call, LayerForms, PagedLayers
+from modeling.models.generic.layer_calls import Call, LayerCall, LayerForms, PagedLayers
 from modeling.models.generic.model import GenericForCausalLM
 from modeling.models.generic.modules import GenericHead, GenericLinear, MergedColumns
 from modeling.models.generic.norms import FusedRMSNorm, NormedSum
@@ -422,13 +422,11 @@ def test_keys_that_layers_share_read_from_the_wrong_layer(
 ) -> None:
     real = LayerForms.layers
 
-    def layers(
-        self: LayerForms, num_layers: int, all_attend: bool
-    ) -> dict[Call, tuple[int, AttentionLayer]]:
+    def layers(self: LayerForms, num_layers: int, all_attend: bool) -> dict[Call, LayerCall]:
         found = real(self, num_layers, all_attend)
         # The third layer stores keys of its own, which the model has not computed for it.
-        number, form = found[2, 0]
-        return found | {(2, 0): (number, replace(form, source=None))}
+        third = found[2, 0]
+        return found | {(2, 0): third._replace(form=replace(third.form, source=None))}
 
     monkeypatch.setattr(LayerForms, "layers", layers)
     monkeypatch.setattr(PagedLayers, "_store", lambda self, layer, heads: heads.q.contiguous())
