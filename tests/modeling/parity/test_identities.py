@@ -2,17 +2,19 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
-from modeling.models.generic.identity_experts import IdentityMixture
+from modeling.models.generic.identity_experts import IdentityMixture, take_over_identities
 from modeling.models.generic.model import GenericForCausalLM
 from modeling.runner.load_paged import load_paged
 from sharding.group import SingleRank
-from tests.modeling.models.tiny_causal import write_tiny
+from tests.modeling.models.tiny_causal import tiny_config, write_tiny
 from tests.modeling.parity.comparison import (
     BASE,
     Setting,
@@ -42,6 +44,18 @@ def test_scheduled(world: World) -> None:
     """Prefix hits, and ranks that are lost."""
     names, lengths = [BASE, BASE, "plain"], (37, 37, 21)
     compare(world, Setting("latents", "longcat_flash", 1, names, lengths=lengths, lost_at=9))
+
+
+def test_the_host_chooses_nothing() -> None:
+    """On the meta device no value can be read, as in a step that is captured."""
+    config = tiny_config("longcat_flash")
+    auto: Any = AutoModelForCausalLM
+    with torch.device("meta"):
+        causal = auto.from_config(config)
+    take_over_identities(causal)
+    mixture = causal.get_submodule("model.layers.0.mlp")
+    mixture.experts.forward = lambda x, ids, shares: x + ids.sum() * shares.sum()
+    assert mixture(torch.empty(1, 3, 32, device="meta")).shape == (1, 3, 32)
 
 
 def test_identities_counted_on_every_rank(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
