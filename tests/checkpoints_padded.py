@@ -67,7 +67,7 @@ CONFIGS: dict[str, tuple[type[transformers.PretrainedConfig], dict[str, Any]]] =
     ),
 }
 """Kinds of model by name. gemma2: every other layer sees eight tokens back. There is no
-paged implementation of bert, diffllama and falcon_alibi, which the padded code does not ask for."""
+paged implementation of bert and falcon_alibi, which the padded code does not ask for."""
 
 _NEOX_LIKE = adapters(["query_key_value", "dense_h_to_4h"], ["dense", "dense_4h_to_h"])
 _LLAMA_LIKE = adapters(
@@ -104,11 +104,31 @@ def write_padded(folder: Path, kind: str, **changes: Any) -> Path:
     return folder
 
 
+FACTORS = {
+    **dict.fromkeys(("sqk", "s_gate", "suv_gate", "suv_up"), 1.0),
+    **dict.fromkeys(("lambda_1", "lambda_2", "logit_scale"), 10.0),
+}  # fmt: skip
+"""What a Dory multiplies by: how many times what transformers begins with it is on average, so that
+each layer counts and tokens are won by comfortable margins."""
+
+
+def randomise_factors(
+    name: str, parameter: torch.nn.Parameter, generator: torch.Generator | None = None
+) -> bool:
+    """Randomise one of FACTORS, around what it was made with; False for others."""
+    factor = FACTORS.get(name.rpartition(".")[2])
+    if factor is None:
+        return False
+    first = parameter.flatten()[0].item()
+    parameter.uniform_(0.7, 1.3, generator=generator).mul_(factor * first)
+    return True
+
+
 def randomise(name: str, parameter: torch.nn.Parameter, generator: torch.Generator) -> None:
     """Norms near one, all else (biases too) of std 0.2: tokens are won by comfortable margins."""
     if name.endswith("weight") and ("norm" in name.lower() or ".ln_" in name):
         parameter.uniform_(0.7, 1.3, generator=generator)
-    else:
+    elif not randomise_factors(name, parameter, generator):
         parameter.normal_(std=0.2, generator=generator)
 
 

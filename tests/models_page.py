@@ -144,7 +144,9 @@ def reason(kind: str, architecture: str) -> str:
     sizes = {"vocab_size": 96, "num_hidden_layers": 2, "max_position_embeddings": 256}
     # Of types that may have recurrent layers too, tiny models have none.
     layers = {"layer_types": ["full_attention"] * 2}
-    found = parse(architecture, {"model_type": kind, **sizes, **layers})
+    # Dory's by default are more than two.
+    ends = {"n_input_layers": 1, "n_output_layers": 1}
+    found = parse(architecture, {"model_type": kind, **sizes, **layers, **ends})
     return found.reason if isinstance(found, PaddedArchitecture) else ""
 
 

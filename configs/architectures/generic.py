@@ -17,20 +17,21 @@ PAGED_TYPES = frozenset(
         "afmoe", "apertus", "apertus1p5_text", "arcee", "aria_text", "axk1", "axk2",
         "bailing_hybrid", "bamba", "beam", "biogpt", "bitnet", "bloom", "codegen", "cohere",
         "cohere2", "cohere2_moe", "cohere_compass_text", "ctrl", "cwm", "dbrx", "deepseek_v2",
-        "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5", "ernie4_5_moe", "exaone", "exaone4",
-        "exaone_moe", "falcon", "falcon_h1", "falcon_mamba", "flex_olmo", "flint", "gemma",
-        "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "gemma4_unified_text", "glm",
-        "glm4", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt_bigcode", "gpt_neo",
-        "gpt_neox_japanese", "gpt_oss", "gptj", "granite_swa", "granitemoe", "granitemoe_swa",
-        "granitemoehybrid", "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe",
-        "hy_v3", "hy_v4", "hyperclovax", "internlm3", "iquestcoder", "jais2", "jamba", "jetmoe",
-        "kimi_linear", "kolibri1", "laguna", "lara_mini", "lfm2", "lfm2_moe", "lfm3", "llama4_text",
-        "mamba", "mamba2", "mellum", "mimo_v2_flash", "minicpm3", "minimax", "minimax_m2",
-        "minimax_m3_vl_text", "ministral", "ministral3", "mixtral", "modernbert-decoder", "mpt",
-        "nanochat", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3", "olmo_hybrid", "olmoe",
-        "persimmon", "phi", "phimoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe",
-        "qwen3_next", "sarvam_mla", "sarvam_moe", "seed_oss", "smollm3", "solar_open", "stablelm",
-        "starcoder2", "vaultgemma", "xglm", "youtu", "zamba2", "zaya",
+        "deepseek_v3", "deepseek_v32", "diffllama", "dory", "dots1", "ernie4_5", "ernie4_5_moe",
+        "exaone", "exaone4", "exaone_moe", "falcon", "falcon_h1", "falcon_mamba", "flex_olmo",
+        "flint", "gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text",
+        "gemma4_unified_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa",
+        "gpt_bigcode", "gpt_neo", "gpt_neox_japanese", "gpt_oss", "gptj", "granite_swa",
+        "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "helium",
+        "hrm_text", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hy_v4", "hyperclovax",
+        "internlm3", "iquestcoder", "jais2", "jamba", "jetmoe", "kimi_linear", "kolibri1", "laguna",
+        "lara_mini", "lfm2", "lfm2_moe", "lfm3", "llama4_text", "longcat_flash", "mamba", "mamba2",
+        "mellum", "mimo_v2_flash", "minicpm3", "minimax", "minimax_m2", "minimax_m3_vl_text",
+        "ministral", "ministral3", "mixtral", "modernbert-decoder", "mpt", "nanochat", "nemotron",
+        "nemotron_h", "olmo", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "persimmon", "phi",
+        "phimoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next",
+        "sarvam_mla", "sarvam_moe", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2",
+        "vaultgemma", "xglm", "youtu", "zamba2", "zaya",
     )
 )  # fmt: skip
 """The `model_type`s of config.json that are served so."""
@@ -53,6 +54,11 @@ _REFINED_WEB = {
 }  # fmt: skip
 """Fields of Falcons that were published before transformers knew them, by today's names."""
 
+_BLOCKS = ("num_hidden_layers", "n_input_layers", "n_recurrent_layers", "n_output_layers")
+"""Fields of a Dory that count attention and feed-forward as two."""
+
+_ENDS = ("n_input_layers", "n_output_layers")
+
 _ROPE_TYPES = frozenset(
     {None, "default", "dynamic", "linear", "llama3", "proportional", "xdrope", "yarn"}
 )
@@ -69,8 +75,12 @@ RECURRENT_TYPES = frozenset(
 )  # fmt: skip
 """Those of them that may have recurrent layers, beside those that attend or without any."""
 
-_IDLE_MODULES = dict.fromkeys(("falcon_mamba", "jamba", "mamba"), ("dt_proj",))
-"""Linear maps by the ends of their paths, of which mixers read the weight: no adapter's factors."""
+_IDLE_MODULES = {
+    **dict.fromkeys(("falcon_mamba", "jamba", "mamba"), ("dt_proj",)),
+    "longcat_flash": ("classifier",),
+}
+"""Linear maps by the ends of their paths, of which mixers and routers read the weight: no adapter's
+factors."""
 
 INDEXED_TYPES = frozenset({"axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4"})
 """Those of which an index chooses the positions that tokens see."""
@@ -131,8 +141,15 @@ class GenericArchitecture(ModelArchitecture):
 
 
 def known_names(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a config.json with the names that transformers has today: Falcon's were others."""
+    """Return a config.json as transformers reads it today.
+
+    Falcon's fields had other names. Dory's counts are of blocks, two of which are a layer.
+    """
     kind = config.get("model_type")
+    blocks = config.get("layer_types")
+    if kind == "dory" and isinstance(blocks, list) and "mlp" in blocks:
+        halved = {key: config[key] // 2 for key in _BLOCKS if isinstance(config.get(key), int)}
+        return {**config, **halved, "layer_types": blocks[::2]}
     if kind not in ("RefinedWeb", "RefinedWebModel"):
         return config
     fields = {_REFINED_WEB.get(key, key): value for key, value in config.items()}
@@ -179,6 +196,8 @@ def _obstacle(config: Mapping[str, Any]) -> str | None:
         return "alibi: transformers rounds Falcon's biases to bfloat16, by each key's position"
     if config.get("slow_but_exact") and config.get("pretraining_tp", 1) > 1:
         return "slow_but_exact: transformers leaves biases out then"
+    if kind == "dory":
+        _check_loops(config)
     table = config.get("vocab_size_per_layer_input") or config["vocab_size"]
     is_read = kind == "gemma4_text" and config.get("hidden_size_per_layer_input")
     if is_read and table < config["vocab_size"]:
@@ -192,6 +211,22 @@ def _obstacle(config: Mapping[str, Any]) -> str | None:
             "use_bidirectional_attention: tokens that see later ones cannot be generated one by one"
         )
     return None
+
+
+def _check_loops(config: Mapping[str, Any]) -> None:
+    """Refuse a Dory of which transformers answers otherwise when a prompt is cut, or fails."""
+    loops = config.get("n_recurrent_loops", 2)
+    if config.get("recurrent_kv_cache_mode") == "last_loop" and loops != 1:
+        raise ArchitectureError(
+            "recurrent_kv_cache_mode (last_loop): transformers computes a prompt in one piece "
+            "otherwise than token by token, so answers would depend on how it is cut: set per_loop"
+        )
+    ends, count = [config.get(key, 8) for key in _ENDS], config["num_hidden_layers"]
+    if min(ends) < 0 or sum(ends) > count:
+        raise ArchitectureError(
+            f"n_input_layers, n_output_layers ({ends[0]}, {ends[1]}) are no parts of a model of "
+            f"{count} layers: transformers fails on them"
+        )
 
 
 def _ropes(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

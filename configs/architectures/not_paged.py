@@ -4,7 +4,6 @@ Each was tried as a GenericArchitecture: it did not start, or gave other results
 """
 
 _OWN_HEAD = "its head is more than one linear layer, as an encoder's is"
-_TWICE = "its layers attend more than once"
 
 REASONS: dict[str, str] = {
     **dict.fromkeys(
@@ -13,9 +12,7 @@ REASONS: dict[str, str] = {
             "xmod",
         ), _OWN_HEAD,
     ),
-    **dict.fromkeys(("diffllama", "longcat_flash"), _TWICE),
     "doge": "its mask depends on the values",
-    "hrm_text": "its decoder's layers run several times for each token",
     "moshi": "its cache forgets by a window that its attention does not read",
 }  # fmt: skip
 """By model_type."""

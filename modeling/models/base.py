@@ -103,6 +103,7 @@ class PagedModel(Protocol):
     capturable: whether its steps can be CUDA graphs.
     has_expert_kernels: whether kernels can multiply adapters of its experts on a GPU.
     width: of what the head reads.
+    logits_dtype: of what it computes.
     score: its classification head [labels, width]; None where it has none.
     unread: regular expressions of whole names that a checkpoint may hold and the model does
         not read.
@@ -117,6 +118,7 @@ class PagedModel(Protocol):
     capturable: bool
     has_expert_kernels: bool
     width: int
+    logits_dtype: torch.dtype
     score: Tensor | None
 
     @property

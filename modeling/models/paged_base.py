@@ -81,6 +81,7 @@ class PagedBase(nn.Module):
         self._windows = outline.windows or (None,) * config.num_layers
         self.attention_scale = outline.attention_scale
         self.dtype: torch.dtype = weights.dtype
+        self.logits_dtype = self.dtype
         self.device: torch.device = weights.device
         self.width: int = outline.embedding.weight.shape[1]
         self.score = read_score(config, weights, self.width)

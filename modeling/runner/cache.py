@@ -32,8 +32,10 @@ def choose_cache(
     if layout.groups[0].spec.dtype != FP8 or not layout.sources:
         return layout, attention
     scales, origin = loaded.cache_scales, "from the checkpoint"
-    if scales is None or layout.groups[0].spec.keys_only:
-        # Of a checkpoint are scales of each head's keys and values, not of latents.
+    is_each = scales is not None and len(scales) == len(model.attention_layers)
+    if scales is None or not is_each or layout.groups[0].spec.keys_only:
+        # Of a checkpoint are scales of each head's keys and values, not of latents, and of a layer
+        # that attends several times one pair alone.
         scales = measured_scales(model, loaded.architecture, longest, group)
         origin = "measured at start"
     reasons = (f"{choice.reason}; fp8 cache, scales {origin}" for choice in attention)

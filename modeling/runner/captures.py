@@ -59,10 +59,13 @@ class GraphSizes:
         most = sorted(checked, key=lambda each: each[0] * each[1][0])[-1:]
         return GraphSizes(self.decode[-1:], self.mixed[-1:], tuple(most))
 
-    def others_bytes(self, num_layers: int) -> int:
-        """Device bytes of all but the largest, for base rows alone or for rows with adapters."""
-        # The last piece is of no layer, and a tail of the size may follow it.
-        pieces = (num_layers + 2) * max(0, len(self.mixed) - 1)
+    def others_bytes(self, num_attends: int) -> int:
+        """Device bytes of all but the largest, for base rows alone or for rows with adapters.
+
+        num_attends: how often a step attends, which cuts it into pieces.
+        """
+        # The last piece does not attend, and a tail of the size may follow it.
+        pieces = (num_attends + 2) * max(0, len(self.mixed) - 1)
         checked = sum(len(rows) for _, rows in self.checked)
         graphs = max(0, len(self.decode) - 1) + max(0, checked - 1)
         return graphs * GRAPH_BYTES + pieces * PIECE_BYTES

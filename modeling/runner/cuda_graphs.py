@@ -88,7 +88,7 @@ class GraphParts:
     backends: the attention of each KV group.
     state: the batch slots that steps read and write.
     dummy_block: a cache block that no request owns.
-    vocab_size, dtype: of the logits.
+    vocab_size, logits_dtype: of the logits.
     adapters: None where steps with adapters are not captured.
     has_experts: whether those are that have adapters of experts.
     queries: tokens that each row has room for; more than 1 in steps that check drafts.
@@ -101,7 +101,7 @@ class GraphParts:
     state: InputBatch
     dummy_block: int
     vocab_size: int
-    dtype: torch.dtype
+    logits_dtype: torch.dtype
     adapters: AdapterStepPlan | None
     queries: int = 1
     width: int = 0
@@ -278,8 +278,9 @@ class StepOutputs(NamedTuple):
     @classmethod
     def of(cls, parts: GraphParts, samples: int, device: torch.device) -> "StepOutputs":
         """Allocate for so many samples."""
-        logits = torch.empty(samples, parts.vocab_size, dtype=parts.dtype, device=device)
-        states = torch.empty(samples, parts.width, dtype=parts.dtype, device=device)
+        dtype = parts.backends[0].spec.dtype
+        logits = torch.empty(samples, parts.vocab_size, dtype=parts.logits_dtype, device=device)
+        states = torch.empty(samples, parts.width, dtype=dtype, device=device)
         return cls(logits, torch.zeros(samples, dtype=torch.int64, device=device), states)
 
 

@@ -342,7 +342,8 @@ class LoadedPaged(LoadedRunner):
         kinds = 1 if self.parts.adapter_plan is None else 2 + self.parts.has_expert_kernels
         # Entries of each size, and of most sizes the first guess and those behind it.
         kinds += 0 if self.parts.drafter is None else 3
-        return max(0, taken) + kinds * sizes.others_bytes(self.parts.weights.model.num_layers)
+        count = len(self.parts.weights.model.attention_layers)
+        return max(0, taken) + kinds * sizes.others_bytes(count)
 
     def _capture(self, buffers: StepBuffers, sizes: GraphSizes, dummy_block: int) -> StepGraphs:
         model = self.parts.weights.model
@@ -354,14 +355,13 @@ class LoadedPaged(LoadedRunner):
             state=buffers.input_batch,
             dummy_block=dummy_block,
             vocab_size=model.vocab_size,
-            dtype=model.dtype,
+            logits_dtype=model.logits_dtype,
             adapters=self.parts.adapter_plan,
             has_experts=self.parts.has_expert_kernels,
             is_recurrent=model.states is not None,
         )
         checking = self._checking() if sizes.checked else ()
-        own = buffers.forward, checking, buffers.drafts
-        return capture(parts, sizes, self.parts.device, *own)
+        return capture(parts, sizes, self.parts.device, buffers.forward, checking, buffers.drafts)
 
     def _warm_up(self, runner: ModelRunner, dummy_block: int) -> None:
         """Run steps for every kernel, all of them in the dummy block."""

@@ -123,7 +123,7 @@ def find_ends(
     found = EndTensors()
     for path, rows in base.items():
         module, _, parameter = path.rpartition(".")
-        suffixes = BIAS_COPIES if parameter == "bias" else COPIES
+        suffixes = {"weight": COPIES, "bias": BIAS_COPIES}.get(parameter, ())
         names = [PREFIX + path, *(PREFIX + module + suffix for suffix in suffixes)]
         found.copies.update({name: rows for name in names if name in keys})
     for end in ends:

@@ -104,7 +104,8 @@ def find_tokens(
     if not ends:
         refuse(
             "trainable_token_indices is not served over this model, which runs in transformers' "
-            "own code or norms its embedding: merge the trained tokens into the base model"
+            "own code, norms its embedding or scales its logits: merge the trained tokens into the "
+            "base model"
         )
     named = _ids_of_ends(plan, ends)
     return tuple(_tensor(file, ends, each) for each in _joined(plan, ends, named))

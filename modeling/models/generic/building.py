@@ -19,6 +19,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from configs.architectures.base import ArchitectureError
 from configs.architectures.generic import GenericArchitecture
+from modeling.models.generic.identity_experts import take_over_identities
 from modeling.models.generic.own_products import own_product
 from modeling.models.generic.step import ATTENTION
 from modeling.models.generic.windows import attend_by
@@ -67,6 +68,7 @@ def build(architecture: GenericArchitecture, dtype: torch.dtype) -> PreTrainedMo
     attend_by(model.config, ATTENTION)
     _hold_frequencies(model)
     _number_shared(model)
+    take_over_identities(model)
     for layer in architecture.idle_layers:
         cast(Any, model).model.layers[layer] = nn.Module()
     # Names that are no class of transformers' change nothing there either.

@@ -28,6 +28,6 @@ def activation_of(act: Any) -> Activation | None:
         try:
             if same(act(x), ACTIVATIONS[activation](x)):
                 return activation
-        except (RuntimeError, AttributeError):
+        except (RuntimeError, AttributeError, IndexError):
             return None
     return None

@@ -33,6 +33,7 @@ from modeling.models.generic.fusions import fuse, norm_heads_alone
 from modeling.models.generic.head_alone import without_decoder
 from modeling.models.generic.indexed import MARKS, take_over_indexes
 from modeling.models.generic.latents import keep_latents
+from modeling.models.generic.layer_calls import Call, LayerCall, LayerForms, PagedLayers
 from modeling.models.generic.linears import replace_linears, share_bases
 from modeling.models.generic.modules import (
     CLEARS_PADDING,
@@ -40,6 +41,7 @@ from modeling.models.generic.modules import (
     GenericHead,
     embedding_norm,
     embedding_scale,
+    head_scale,
     keep_inside,
 )
 from modeling.models.generic.names import SourceNames, find_sources, unread
@@ -51,8 +53,6 @@ from modeling.models.generic.shared_tail import TYPES, SharedTail, first_shared
 from modeling.models.generic.step import (
     MASKS,
     CurrentStep,
-    LayerForms,
-    PagedLayers,
     PositionsAsLength,
     RotationLostError,
 )
@@ -155,7 +155,7 @@ class GenericForCausalLM(nn.Module):
     @property
     def attention_layers(self) -> tuple[AttentionLayer, ...]:
         """What attention is on this rank in each layer that attends."""
-        return tuple(form for _, form in self._forms.values())
+        return tuple(call.form for call in self._forms.values())
 
     @property
     def embedding(self) -> VocabParallelEmbedding:
@@ -175,8 +175,9 @@ class GenericForCausalLM(nn.Module):
     @property
     def decoder_layers(self) -> Sequence[nn.Module]:
         """The decoder's layers; see `PagedModel`."""
-        # With an index they return more than the stream.
-        return () if self._has_index else tuple(getattr(self._decoder, "layers", ()))
+        # With an index they return more than the stream; those that run again return several.
+        is_plain = not self._has_index and not any(again for _, again in self._forms)
+        return tuple(getattr(self._decoder, "layers", ())) if is_plain else ()
 
     @torch.inference_mode()
     def paged(
@@ -252,6 +253,9 @@ class GenericForCausalLM(nn.Module):
         found = {f"{path}.weight": end.base_rows for end in ends for path in end.modules(0)}
         if (bias := self._head.bias) is not None:
             found[f"{self._ends.head}.bias"] = BaseRows(bias.detach(), 0, (len(bias),))
+        if (scale := self._head.scale) is not None:
+            path = f"{self._ends.head}.logit_scale"
+            found[path] = BaseRows(scale.stored, 0, (len(scale.stored),))
         return found
 
     def _add_ends(self, weights: Weights, architecture: GenericArchitecture) -> None:
@@ -271,18 +275,22 @@ class GenericForCausalLM(nn.Module):
         if is_listed and is_cleared:
             # Before a head that the checkpoint holds too is compared, as transformers does it.
             base.clear(embed.padding_idx)
-        scale = embedding_scale(embed, self.device)
+        factor = embedding_scale(embed, self.device)
         outer = architecture.outer_tokens
         rows = OuterRows(outer, width, weights) if outer else None
-        self._embedding = GenericEmbedding(base, self._step, scale, embedding_norm(embed), rows)
+        self._embedding = GenericEmbedding(base, self._step, factor, embedding_norm(embed), rows)
         num_logits = head.out_features
         whole_head = ParallelHead(names.head, num_logits, width, weights, base if tied else None)
         bias = None
         if head.bias is not None and not architecture.num_labels:
             bias = weights.parameter(f"{names.head}.bias", (num_logits,))
-        self._head = GenericHead(whole_head, self._step, bias)
-        # PEFT's adapters leave out an embedding's norm, and ours count both ends' rows alike.
-        self._has_plain_ends = self._embedding.norm is None and num_logits == vocab_size
+        scale = head_scale(head, names.head, weights)
+        self._head = GenericHead(whole_head, self._step, bias, scale)
+        self.logits_dtype = self.dtype if scale is None else torch.float32
+        # PEFT's adapters leave out an embedding's norm and a head's scale, and ours count both
+        # ends' rows alike.
+        is_plain = self._embedding.norm is None and scale is None
+        self._has_plain_ends = is_plain and num_logits == vocab_size
         causal.set_submodule(names.embedding, self._embedding)
         causal.set_submodule(names.head, self._head)
 
@@ -314,7 +322,7 @@ class GenericForCausalLM(nn.Module):
         return None if first == count else SharedTail(layers, first, self._forms)
 
     @torch.inference_mode()
-    def _learn_layers(self) -> dict[int, tuple[int, AttentionLayer]]:
+    def _learn_layers(self) -> dict[Call, LayerCall]:
         """Compute a few tokens to see what each layer's attention is; all ranks do it together."""
         forms = LayerForms(chunks(self.causal.config))
         shapes: dict[str, tuple[int, ...]] = {}
@@ -344,7 +352,7 @@ class GenericForCausalLM(nn.Module):
         all_attend = not self._recurrent.layers and not self._idle_layers
         layers = forms.layers(self.num_layers, all_attend)
         check_windows(self._decoder.config, layers, self._longest)
-        return _numbered(layers)
+        return layers
 
     def _probe(self) -> tuple[Tensor, Tensor]:
         """A few tokens and their positions."""
@@ -377,13 +385,3 @@ def _prefix(causal: PreTrainedModel) -> str:
     """Where the decoder is; a class may name its path inside of a larger model."""
     named: str = causal.base_model_prefix
     return named if hasattr(causal, named) else "model"
-
-
-def _numbered(layers: Mapping[int, AttentionLayer]) -> dict[int, tuple[int, AttentionLayer]]:
-    """Return the layers that attend with their numbers among each other, by those in the model."""
-    index = {layer: at for at, layer in enumerate(layers)}
-    found = {}
-    for layer, form in layers.items():
-        source = None if form.source is None else index[form.source]
-        found[layer] = (index[layer], replace(form, source=source))
-    return found

@@ -1,5 +1,6 @@
 """Replacements of transformers' linear layers, embedding and head in its own modules."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from modeling.models.generic.outer_rows import OuterRows
 from modeling.models.generic.step import CurrentStep
 from sharding.embedding import ParallelHead, VocabParallelEmbedding
 from sharding.linear import ColumnParallelLinear, RowParallelLinear
+from sharding.loader import Weights
 
 _NORMED = ("MuseGlimmerTextNormedEmbedding",)
 """Embeddings that end in a norm."""
@@ -146,11 +148,21 @@ class GenericEmbedding(nn.Module):
 class GenericHead(nn.Module):
     """The head with the step's adapters."""
 
-    def __init__(self, base: ParallelHead, step: CurrentStep, bias: nn.Parameter | None) -> None:
-        """bias: [vocab_size], the same on every rank; None for a head without one."""
+    def __init__(
+        self,
+        base: ParallelHead,
+        step: CurrentStep,
+        bias: nn.Parameter | None,
+        scale: "LogitScale | None" = None,
+    ) -> None:
+        """bias, scale: [vocab_size], the same on every rank; None for a head without one.
+
+        scale: what logits are multiplied by; adapters of such a head are not served.
+        """
         super().__init__()
         self.base = base
         self.bias = bias
+        self.scale = scale
         self._step = step
 
     @property
@@ -161,7 +173,16 @@ class GenericHead(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """[1, n, hidden] to [1, n, vocab_size], the same on every rank."""
         logits = logits_adapted(self.base, hidden[0], self._step.adapter_data)
-        return (logits if self.bias is None else logits + self.bias)[None]
+        logits = logits if self.bias is None else logits + self.bias
+        return (logits if self.scale is None else logits.float() * self.scale.whole)[None]
+
+
+@dataclass(frozen=True)
+class LogitScale:
+    """What a head multiplies the logits by: `stored` is the checkpoint's, `whole` is float32."""
+
+    stored: Tensor
+    whole: Tensor
 
 
 def embedding_norm(module: nn.Embedding) -> nn.Module | None:
@@ -183,6 +204,15 @@ def embedding_scale(module: nn.Embedding, device: torch.device) -> Tensor | floa
     if not isinstance(scale, float):
         raise ValueError(f"{type(module).__name__} is an embedding of a kind that is not known")
     return scale
+
+
+def head_scale(module: nn.Linear, path: str, weights: Weights) -> LogitScale | None:
+    """What a head multiplies logits by (Dory), [vocab_size]; None for a plain one."""
+    if type(module).__name__ != "DoryLMHead":
+        return None
+    factor: Any = module.logit_scale_factor
+    stored = weights.read(f"{path}.logit_scale", (module.out_features,))
+    return LogitScale(stored, stored.float() * float(factor))
 
 
 def keep_inside(table: nn.Embedding | None, vocab_size: int) -> None:

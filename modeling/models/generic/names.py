@@ -13,6 +13,7 @@ from typing import Any
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
+    Chunk,
     Concatenate,
     MergeModulelist,
     WeightConverter,
@@ -150,8 +151,14 @@ def _joins_convolutions(converter: Any) -> bool:
 def _splits(converter: Any) -> bool:
     """Whether several linear maps of the model are one tensor of the checkpoint, by its rows."""
     (operation, *others) = converter.operations
-    # transformers before 5.24 has no such class.
-    return not others and type(operation).__name__ == "Split" and operation.dim == 0
+    # transformers before 5.24 has no class for parts of different sizes.
+    is_split = type(operation).__name__ == "Split" or _is_chunk(operation)
+    return not others and is_split and operation.dim == 0
+
+
+def _is_chunk(operation: Any) -> bool:
+    """Whether it cuts a tensor into equal parts, as many as it has names for."""
+    return type(operation) is Chunk and operation.num_shards_attribute is None
 
 
 def _check(converter: Any) -> None:

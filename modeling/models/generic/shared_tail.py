@@ -13,16 +13,17 @@ from typing import Any
 from torch import Tensor, nn
 
 from modeling.models.base import AttentionLayer
+from modeling.models.generic.layer_calls import Call, LayerCall
 
 TYPES = frozenset(("gemma3n_text", "gemma4_text", "gemma4_unified_text"))
 """Types of which layers take and return the stream [..., tokens, hidden], and compute all else that
 they read of a token from the token alone."""
 
 
-def first_shared(forms: Mapping[int, tuple[int, AttentionLayer]], num_layers: int) -> int:
+def first_shared(forms: Mapping[Call, LayerCall], num_layers: int) -> int:
     """The first of the layers at the end that all read what others have stored; else num_layers."""
     first = num_layers
-    while first and first - 1 in forms and forms[first - 1][1].source is not None:
+    while first and (first - 1, 0) in forms and forms[first - 1, 0].form.source is not None:
         first -= 1
     return first
 
@@ -34,14 +35,14 @@ class SharedTail:
         self,
         layers: Sequence[nn.Module],
         first: int,
-        forms: Mapping[int, tuple[int, AttentionLayer]],
+        forms: Mapping[Call, LayerCall],
     ) -> None:
         """first: of the tail's."""
         self._first, self._end = first, len(layers)
         self._computed = range(self._end)
         self._stream: Tensor | None = None
         for index, layer in enumerate(layers):
-            call = partial(self._call, index, layer.forward, forms[index][1])
+            call = partial(self._call, index, layer.forward, forms[index, 0].form)
             setattr(layer, "forward", call)  # noqa: B010 - modules are not ours
 
     @contextmanager

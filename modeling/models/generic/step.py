@@ -5,7 +5,7 @@ modules of one model share one `CurrentStep`, which is set around each forward.
 """
 
 import logging
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
@@ -19,10 +19,9 @@ from modeling.adapters.product import AdapterData, ExpertAdapters, ExpertDeltas,
 from modeling.adapters.vocabulary import VocabularyAdapters
 from modeling.attention.sparse import TokenIndex
 from modeling.layers.angles import Angles
-from modeling.layers.attention import rotate_queries
 from modeling.layers.head_norms import HeadNorms
 from modeling.models.base import AttentionLayer
-from modeling.models.context import PagedContext, StateRows
+from modeling.models.context import StateRows
 from modeling.models.generic.norms import FusedRMSNorm
 from modeling.models.generic.rotations import (
     Function,
@@ -87,78 +86,6 @@ class LatentAttention(Protocol):
     def attend(self, step: "CurrentStep", layer: int, heads: Heads, form: AttentionLayer) -> Tensor:
         """Return [tokens, heads, values]."""
         ...
-
-
-class LayerForms:
-    """Learns what each layer's attention is, from one forward over any tokens."""
-
-    def __init__(self, chunks: Mapping[int, int]) -> None:
-        """chunks: of layers that attend in chunks, which transformers says in the mask alone."""
-        self._chunks = chunks
-        self._forms: dict[int, AttentionLayer] = {}
-        self._keys: list[Tensor] = []
-        self._owners: dict[int, int] = {}
-
-    def attend(self, layer: int, heads: Heads, form: AttentionLayer) -> Tensor:
-        """Keep the form; the result is of the right shape and means nothing."""
-        if layer in self._forms:
-            raise ValueError(f"layer {layer} attends twice")
-        # Keys are kept, so that no other layer's get their address.
-        self._keys.append(heads.k)
-        owner = self._owners.setdefault(heads.k.data_ptr(), layer)
-        source = None if owner == layer else owner
-        if source is None and heads.angles[0] is not heads.angles[1]:
-            raise RotationLostError(f"layer {layer} rotates q and k in ways of their own")
-        chunk = self._chunks.get(layer)
-        window = form.window if chunk is None else None
-        self._forms[layer] = replace(form, window=window, chunk=chunk, source=source)
-        return torch.zeros_like(heads.q)
-
-    def layers(self, num_layers: int, all_attend: bool) -> dict[int, AttentionLayer]:
-        """Return the forms of the layers that attend, in order, by their numbers in the model.
-
-        all_attend: whether all must. ValueError if some layer attended in another way.
-        """
-        found = sorted(self._forms)
-        if all_attend and found != list(range(num_layers)):
-            raise ValueError(f"of {num_layers} layers these attend: {found}")
-        return {layer: self._forms[layer] for layer in found}
-
-
-class PagedLayers:
-    """Attention of the engine's step over the paged cache."""
-
-    def __init__(
-        self, context: PagedContext, forms: Mapping[int, tuple[int, AttentionLayer]]
-    ) -> None:
-        """forms: by a layer's number in the model, its number among those that attend, and form."""
-        self._context = context
-        self._forms = forms
-
-    def attend(self, layer: int, heads: Heads, form: AttentionLayer) -> Tensor:
-        """Store k and v, then attend over the rows' whole cache."""
-        # The form of a layer's attention is fixed: a probe at the start saw it. A window may be in
-        # its mask alone, and masks are made for the probe only.
-        at, known = self._forms[layer]
-        given = replace(known, window=form.window, chunk=None, source=None)
-        assert form == given, (layer, form, known)
-        if known.source is None:
-            q = self._store(at, heads)
-        else:
-            # Its keys and values are those that another layer has stored.
-            norm = heads.norms[0]
-            norms = None if norm is None else HeadNorms((norm.weight,), (norm.eps,))
-            q = rotate_queries(heads.q, heads.angles[0], norms)
-        return self._context.query(at, q, known.window, heads.sinks, heads.index)
-
-    def _store(self, layer: int, heads: Heads) -> Tensor:
-        """Norm and rotate what is not yet, put k and v into the cache, return q."""
-        norms = heads.head_norms
-        if norms is None:
-            heads = heads.normed()
-        # Angles may be in float32 (OLMo's: its own code casts back): the kernel takes them so.
-        parts = (heads.q, heads.k, heads.v)
-        return self._context.store(layer, parts, heads.angles[0], norms)
 
 
 class RotationLostError(ValueError):

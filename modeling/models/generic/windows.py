@@ -48,10 +48,10 @@ def marked_window(mask: Tensor | None, window: int | None) -> int | None:
     return window if mask is None else int(mask.max()) or None
 
 
-def check_windows(config: Any, layers: Mapping[int, AttentionLayer], longest: int) -> None:
+def check_windows(config: Any, layers: Mapping[tuple[int, int], Any], longest: int) -> None:
     """Refuse a model where the cache of transformers keeps less than its attention sees.
 
-    layers: those that attend, by their numbers in the model. longest: sequence in tokens.
+    layers: those that attend, see `LayerForms.layers`. longest: sequence in tokens.
     ArchitectureError names the setting.
     """
     try:
@@ -61,11 +61,10 @@ def check_windows(config: Any, layers: Mapping[int, AttentionLayer], longest: in
             f"transformers makes no cache for this {type(config).__name__}, as layer_types and "
             f"sliding_window in config.json do not fit each other: {error!r}"
         ) from error
-    for number, kept in enumerate(cache.layers):
-        window = getattr(kept, "sliding_window", None)
-        layer = layers.get(number)
-        if layer is None:
-            continue
+    kept = dict(enumerate(cache.layers))
+    for (number, _), call in layers.items():
+        layer: AttentionLayer = call.form
+        window = getattr(kept.get(number), "sliding_window", None)
         if window is None or window >= longest or layer.chunk is not None:
             continue
         refuse_window_of_one([window])

@@ -68,7 +68,7 @@ def test_ranks_that_take_over_measure_only_where_less_memory_is_free(
         write_llama,
         write_gpt2,
         partial(write_generic, variant="olmo2"),
-        partial(write_padded, kind="diffllama"),
+        partial(write_padded, kind="bert"),
         partial(write_encoder, kind="bert"),
     ],
     ids=["llama", "gpt2", "generic", "padded", "encoder"],

@@ -29,7 +29,7 @@ def engine_config(root: Path, **changes: object) -> EngineConfig:
     """Few blocks, so that requests are preempted and come back; a small budget of tokens."""
     return EngineConfig.model_validate(
         {
-            "model": {"id": str(root / "diffllama")},
+            "model": {"id": str(root / "bert")},
             "device": "cpu",
             "cache": {"num_blocks": 24, "block_size": 4},
             "limits": {"max_running": 6, "max_step_tokens": 24, "max_total_tokens": 96},
@@ -42,10 +42,10 @@ def engine_config(root: Path, **changes: object) -> EngineConfig:
 def test_a_padded_model_serves_base_and_adapters_together(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = write_padded(tmp_path / "diffllama", "diffllama")
+    model = write_padded(tmp_path / "bert", "bert")
     adapters = dict.fromkeys(name for name in NAMES if name is not None)
     for name in adapters:
-        write_adapter(tmp_path / name, model, ADAPTERS["diffllama"][name])
+        write_adapter(tmp_path / name, model, ADAPTERS["bert"][name])
     replies = [
         prompt_truth(model, None if name is None else tmp_path / name, 3 + 5 * i)
         for i, name in enumerate(NAMES)
@@ -74,17 +74,17 @@ def test_a_padded_model_serves_base_and_adapters_together(
                 assert sequence.cached_tokens == 0
             assert engine._handle.loop._scheduler.snapshot().num_preemptions > 0
             info = await engine.describe()
-            assert info.startup_info["attention"].startswith("padded (DiffLlamaForCausalLM")
+            assert info.startup_info["attention"].startswith("padded (BertLMHeadModel")
         finally:
             await engine.stop()
 
     with caplog.at_level("INFO", "loray.modeling"):
         asyncio.run(asyncio.wait_for(serve(), PATIENCE_S))
-    assert "DiffLlamaForCausalLM runs in transformers' padded code" in caplog.text
+    assert "BertLMHeadModel runs in transformers' padded code" in caplog.text
 
 
 def test_two_ranks_are_refused_with_what_to_do(tmp_path: Path) -> None:
-    write_padded(tmp_path / "diffllama", "diffllama")
+    write_padded(tmp_path / "bert", "bert")
     ranks = LocalRanks(engine_config(tmp_path, tensor_parallel=2))
     with pytest.raises(ValueError, match=r"tensor_parallel \(2\) must be 1"):
         ranks.start()

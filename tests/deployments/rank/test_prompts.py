@@ -62,7 +62,7 @@ def check(
     assert scored.embedding == b""
 
 
-@pytest.mark.parametrize(("kind", "ranks"), [("llama", 1), ("llama", 2), ("diffllama", 1)])
+@pytest.mark.parametrize(("kind", "ranks"), [("llama", 1), ("llama", 2), ("bert", 1)])
 def test_prompt_logprobs_are_whole_despite_preemptions(
     tmp_path: Path, kind: str, ranks: int
 ) -> None:

@@ -48,7 +48,7 @@ from tests.modeling.parity.comparison import Setting, answers_by_hand, answers_s
 from tests.modeling.stepping import Answer, Asked
 from tests.ranks import run_in_memory
 
-PADDED = ("bert", "diffllama", "doge", "electra", "moshi", "roberta")
+PADDED = ("bert", "doge", "electra", "moshi", "roberta")
 
 OFTEN = (
     "deepseek_v3", "gemma2", "gemma3_text", "gemma4_text", "gpt2", "gpt_neox", "gpt_oss", "granite",

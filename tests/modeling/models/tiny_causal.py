@@ -164,6 +164,11 @@ OWN: dict[str, dict[str, Any]] = {
         "mamba_d_state": 8, "mamba_ngroups": 2, "chunk_size": 8, "use_mem_rope": True,
         "use_shared_attention_adapter": True, "num_key_value_heads": 4, "head_dim": 16,
     },
+    "dory": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4,
+        "n_input_layers": 1, "n_output_layers": 1, "n_recurrent_loops": 3,
+    },
+    "longcat_flash": {"zero_expert_num": 2},
     "zaya": {"num_experts_per_tok": 1},
     "llama4_text": {
         "attn_temperature_tuning": True, "no_rope_layers": [1, 0], "intermediate_size_mlp": 48,

@@ -39,12 +39,12 @@ EVERYONE = [BASE, "r8", "columns", "rows"]
 
 
 MAIN = {
-    *("gemma2", "gemma4_text", "glm4", "granite_hybrid", "jamba", "lfm2", "llama4_text", "minimax"),
-    *("olmo2", "olmoe_clipped", "qwen3_5_text", "zaya"),
+    *("dory", "gemma2", "gemma4_text", "glm4", "granite_hybrid", "hrm_text", "jamba", "lfm2"),
+    *("llama4_text", "minimax", "olmo2", "olmoe_clipped", "qwen3_5_text", "zaya"),
 }
 """Those whose layers differ most; every type has its own cell in `models/test_generic_types.py`."""
 
-CUT = {"gemma2", "llama4_text", "qwen3_5_text"}
+CUT = {"gemma2", "hrm_text", "llama4_text", "qwen3_5_text"}
 
 
 @pytest.mark.parametrize(
@@ -94,9 +94,9 @@ def test_models_without_attention_scheduled(world: World, variant: str) -> None:
     swept(
         [
             *("gemma2", "olmo3", "deepseek_v3", "gpt_oss", "qwen3_5_text", "granite_hybrid"),
-            *("jamba", "zaya"),
+            *("jamba", "hrm_text", "zaya"),
         ],
-        lambda variant: variant in ("gemma2", "gpt_oss", "qwen3_5_text"),
+        lambda variant: variant in ("gemma2", "gpt_oss", "qwen3_5_text", "hrm_text"),
     ),
 )
 def test_scheduled(world: World, variant: str) -> None:
@@ -109,8 +109,8 @@ def test_scheduled(world: World, variant: str) -> None:
 @pytest.mark.parametrize(
     "variant",
     swept(
-        ["gemma3_text", "ministral", "gemma4_text", "llama4_text"],
-        lambda variant: variant == "gemma4_text",
+        ["gemma3_text", "ministral", "gemma4_text", "llama4_text", "dory"],
+        lambda variant: variant in ("gemma4_text", "dory"),
     ),
 )
 def test_blocks_behind_windows_serve_other_tokens(world: World, variant: str) -> None:

@@ -40,7 +40,8 @@ from tests.sweeps import swept_rows
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 NAMES = ["dora", BASE, "plain", "biased", "wide"]
-MODELS = [(name, n) for name in ("deepseek_v3", "glm4_moe_lite", "kimi_linear") for n in (1, 2)]
+TYPES = ("deepseek_v3", "glm4_moe_lite", "kimi_linear", "longcat_flash")
+MODELS = [(name, n) for name in TYPES for n in (1, 2)]
 ALONE = Setting("latents", "deepseek_v3", 1, ["dora", BASE])
 
 
@@ -50,7 +51,8 @@ def runner(world: World, **changes: Any) -> ModelRunner:
 
 
 @pytest.mark.parametrize(
-    ("variant", "ranks"), swept_rows(MODELS, lambda *row: row == ("deepseek_v3", 2))
+    ("variant", "ranks"),
+    swept_rows(MODELS, lambda *row: row in (("deepseek_v3", 2), ("longcat_flash", 2))),
 )
 def test_together(world: World, variant: str, ranks: int) -> None:
     """Prompts in chunks beside rows that decode; each request is preempted once."""

@@ -21,12 +21,13 @@ from modeling.models.generic import (
     step,
 )
 from modeling.models.generic.cuts import CutPlan, LinearCut, Style
+from modeling.models.generic.layer_calls import Call, LayerCall, LayerForms, PagedLayers
 from modeling.models.generic.model import GenericForCausalLM
 from modeling.models.generic.modules import GenericHead, GenericLinear, MergedColumns
 from modeling.models.generic.norms import FusedRMSNorm, NormedSum
 from modeling.models.generic.outer_rows import OuterRows
 from modeling.models.generic.rotations import RotationForm
-from modeling.models.generic.step import CurrentStep, Heads, PagedLayers, PositionsAsLength
+from modeling.models.generic.step import CurrentStep, Heads, PositionsAsLength
 from modeling.runner.block_tables import BlockTables, GroupLayout, Ints, StepRows
 from modeling.runner.input_batch import InputBatch
 from sharding.embedding import ParallelHead
@@ -393,7 +394,7 @@ def test_a_table_of_the_wrong_group(world: World, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.sweep
 def test_chunks_forgotten(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model, "check_windows", lambda *_: None)
-    monkeypatch.setattr(model, "_chunks", lambda config: {})
+    monkeypatch.setattr(model, "chunks", lambda config: {})
     expect_mismatch(world, LLAMA4)
 
 
@@ -427,16 +428,15 @@ def test_transposed_experts_cut_like_others(world: World, monkeypatch: pytest.Mo
 def test_keys_that_layers_share_read_from_the_wrong_layer(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = step.LayerForms.layers
+    real = LayerForms.layers
 
-    def layers(
-        self: step.LayerForms, num_layers: int, all_attend: bool
-    ) -> dict[int, AttentionLayer]:
+    def layers(self: LayerForms, num_layers: int, all_attend: bool) -> dict[Call, LayerCall]:
         found = real(self, num_layers, all_attend)
         # The third layer stores keys of its own, which the model has not computed for it.
-        return found | {2: replace(found[2], source=None)}
+        third = found[2, 0]
+        return found | {(2, 0): third._replace(form=replace(third.form, source=None))}
 
-    monkeypatch.setattr(step.LayerForms, "layers", layers)
+    monkeypatch.setattr(LayerForms, "layers", layers)
     monkeypatch.setattr(PagedLayers, "_store", lambda self, layer, heads: heads.q.contiguous())
     expect_mismatch(world, GEMMA4)
 

@@ -344,7 +344,7 @@ def capture_on_cpu(
         state=runner._input_batch,
         dummy_block=page,
         vocab_size=model.vocab_size,
-        dtype=model.dtype,
+        logits_dtype=model.logits_dtype,
         adapters=adapters or LateAdapters(runner._bank),
         queries=queries,
         has_experts=isinstance(adapters, ExpertAdapters),
@@ -390,7 +390,7 @@ def test_replays_are_steps(
         assert found[8].logprobs[0] is not None
 
 
-@pytest.mark.parametrize("kind", ["gemma4_text", "gemma4_equal", "llama4_text"])
+@pytest.mark.parametrize("kind", ["gemma4_text", "gemma4_equal", "llama4_text", "dory"])
 def test_replays_of_several_groups_are_steps(world: World, kind: str) -> None:
     """Windows, chunks, two head sizes and shared keys, from one static buffer."""
     cache = CacheConfig(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)

@@ -306,8 +306,8 @@ def test_the_runner_depends_on_the_model(
         return loaded.pop()
 
     with caplog.at_level("INFO", "loray.modeling"):
-        assert selected(padded_config(padded.model("diffllama"))) == "padded"
-        assert "DiffLlamaForCausalLM runs in transformers' padded code" in caplog.text
+        assert selected(padded_config(padded.model("bert"))) == "padded"
+        assert "BertLMHeadModel runs in transformers' padded code" in caplog.text
         caplog.clear()
         llama = padded_config(write_llama(tmp_path))
         assert selected(llama) == "paged"

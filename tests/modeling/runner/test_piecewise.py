@@ -187,7 +187,10 @@ def test_sizes_hold_every_step_and_waste_little() -> None:
         ("gpt2", "by_layer"),
         ("opt", "post_norm"),
         ("gpt_neox", "parallel"),
+        ("generic", "diffllama"),
+        ("generic", "dory"),
         ("generic", "gemma4_text"),
+        pytest.param("generic", "hrm_text", marks=pytest.mark.sweep),
         ("generic", "llama4_text"),
     ],
 )
