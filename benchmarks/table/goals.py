@@ -19,6 +19,7 @@ from benchmarks.table.figures import (
 )
 from benchmarks.table.groups import FULL, RowGroup, groups
 from benchmarks.table.rows import OURS, Row, is_good, key_of, medians
+from benchmarks.workload import config_of
 
 STANDARD = ("one-gpu", "two-gpus", "seventy-b")
 """Groups with a limit for their cases."""
@@ -167,6 +168,8 @@ def limit_of(row: Row, group: RowGroup, metric: str) -> float | None:
     [what] = [play.what for play in group.plays if play.name == row["case"]]
     if group.name not in STANDARD or not isinstance(what, Case) or not _is_standard(row):
         return None
+    if "kv_lora_rank" in config_of(row["shape"]):
+        return None  # Latents, and experts beside a dense layer: not counted.
     chip = CHIPS[row["machine"]["gpus"][0]]
     return limit(what, chip, row["shape"], group.gpus).get(metric)
 

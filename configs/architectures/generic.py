@@ -198,6 +198,12 @@ def _obstacle(config: Mapping[str, Any]) -> str | None:
         return "slow_but_exact: transformers leaves biases out then"
     if kind == "dory":
         _check_loops(config)
+    if kind == "minimax" and config.get("sliding_window") is not None:
+        raise ArchitectureError(
+            f"sliding_window ({config['sliding_window']}): transformers' MiniMax heeds it in a "
+            "prompt and no longer when it generates, so answers would depend on how a text is cut: "
+            "remove it from config.json"
+        )
     table = config.get("vocab_size_per_layer_input") or config["vocab_size"]
     is_read = kind == "gemma4_text" and config.get("hidden_size_per_layer_input")
     if is_read and table < config["vocab_size"]:

@@ -124,6 +124,14 @@ def test_a_doge_with_experts_is_refused() -> None:
         parse_architecture({**fields, "is_moe": True})
 
 
+def test_a_minimax_with_a_window_is_refused() -> None:
+    fields = {"model_type": "minimax", "architectures": ["MiniMaxForCausalLM"], "vocab_size": 96}
+    fields |= {"num_hidden_layers": 2, "max_position_embeddings": 64, "sliding_window": None}
+    assert parse_architecture(fields).num_layers == 2
+    with pytest.raises(ArchitectureError, match=r"sliding_window \(8\): .* MiniMax"):
+        parse_architecture({**fields, "sliding_window": 8})
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

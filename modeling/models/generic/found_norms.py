@@ -10,17 +10,21 @@ from torch import Tensor, nn
 from modeling.adapters.norms import NormModule, is_norm
 from modeling.models.generic.cuts import CutPlan
 from modeling.models.generic.norms import FusedRMSNorm
+from modeling.models.generic.step import CurrentStep
 
 Shapes = dict[str, tuple[int, ...]]
 
 
 @contextmanager
-def input_shapes(causal: nn.Module, shapes: Shapes) -> Iterator[None]:
-    """Write down the shapes of norms' inputs meanwhile, by the norms' paths."""
+def input_shapes(causal: nn.Module, step: CurrentStep, shapes: Shapes) -> Iterator[None]:
+    """Write down the shapes of norms' inputs meanwhile, by the norms' paths.
+
+    Not those in recurrent layers, which compute some of a step's tokens at a time.
+    """
     with ExitStack() as stack:
         for path, module in causal.named_modules():
             if is_norm(module):
-                handle = module.register_forward_pre_hook(partial(_note, path, shapes))
+                handle = module.register_forward_pre_hook(partial(_note, path, step, shapes))
                 stack.callback(handle.remove)
             if isinstance(module, FusedRMSNorm):
                 stack.enter_context(module.alone())
@@ -46,6 +50,8 @@ def find_norms(
     return found
 
 
-def _note(path: str, shapes: Shapes, _module: nn.Module, inputs: tuple[Any, ...]) -> None:
-    if len(inputs) == 1 and isinstance(inputs[0], Tensor):
+def _note(
+    path: str, step: CurrentStep, shapes: Shapes, _module: nn.Module, inputs: tuple[Any, ...]
+) -> None:
+    if step.part_tokens == 0 and len(inputs) == 1 and isinstance(inputs[0], Tensor):
         shapes[path] = tuple(inputs[0].shape)

@@ -331,7 +331,7 @@ class GenericForCausalLM(nn.Module):
         try:
             with (
                 self._step.using(forms, None, (rows,)),
-                input_shapes(self.causal, shapes),
+                input_shapes(self.causal, self._step, shapes),
                 marked_masks(self._decoder.config),
             ):
                 self._decode(*tokens)

@@ -74,6 +74,12 @@ def test_a_quoted_figure_is_not_another_shapes() -> None:
     assert "| base-c64 | tokens/s | 3,752 |  |  | 6,230 | 60% |" in page([one])
 
 
+def test_latents_have_no_limit() -> None:
+    """Their bytes and their layers' operations are not counted."""
+    one = rate("base-c64", 3439.0, shape="glm-4.7-flash", setup="glm-4.7-flash, bfloat16, cuda")
+    assert "| base-c64 | tokens/s | 3,439 |  |  |  |  |" in page([one])
+
+
 @pytest.mark.parametrize("word", ["gptq", "engine.model.quantize=fp8"])
 def test_quantised_rows_have_no_limit_and_no_quoted_peer(word: str) -> None:
     one = rate("base-c64", 9696.0, setup=f"llama3-8b, bfloat16, cuda, {word}")

@@ -380,6 +380,9 @@ FAMILIES: dict[str, Family] = {
         write_generic,
         _norms(("q_proj", "down_proj"), "q_norm", "k_norm", "layernorm", "model.norm"),
     ),
+    "mixer_norms": Family(
+        write_generic, _norms(("q_proj", "out_proj"), "input_layernorm", "model.norm")
+    ),
     "generic_tokens": Family(write_generic, _tokens("q_proj", "down_proj")),
     "gpt_neox_copies": Family(write_gpt_neox, _copies(("query_key_value", "dense_h_to_4h"))),
 }

@@ -132,6 +132,11 @@ def test_what_is_refused(world: World, tmp_path: Path, fault: str) -> None:
         list(open_adapter(folder, adaptable(engine_config(model)), 64).read_matrices())
 
 
+def test_norms_beside_recurrent_layers(world: World) -> None:
+    """A mixer has norms of its own, of some of a step's tokens at a time."""
+    compare(world, Setting("mixer_norms", "minimax", 2, MIXED, rejoins_at=3))
+
+
 def test_a_norm_of_a_recurrent_layer_is_named(world: World, tmp_path: Path) -> None:
     """Its name ends like that of the decoder's last norm, which adapters may bring."""
     model = world.model("generic", "qwen3_next")

@@ -17,6 +17,7 @@ from configs.wire.sampling import Sampling
 from modeling.adapters.bank import AdapterBank
 from modeling.adapters.kernels.reference import reference_batch
 from modeling.adapters.kernels.select import AdapterStepPlan
+from modeling.adapters.latents import LatentMap
 from modeling.adapters.product import AdapterData, ExpertAdapters, OutputSlice
 from modeling.adapters.vocabulary import VocabularyAdapters
 from modeling.attention.base import AttentionSpec, AttentionStep, GraphAttention, Words
@@ -191,11 +192,23 @@ class LateAdapters(AdapterData):
         assert sum(self.rows[1]) == len(x)
         reference_batch(self.bank, *self.rows).add(y, x, layer, targets)
 
+    def latent_queries(self, y: Tensor, x: Tensor, latents: LatentMap) -> None:
+        reference_batch(self.bank, *self.rows).latent_queries(y, x, latents)
+
+    def latent_values(self, y: Tensor, x: Tensor, latents: LatentMap) -> None:
+        reference_batch(self.bank, *self.rows).latent_values(y, x, latents)
+
 
 class BaseAlone(LateAdapters):
     """A step's data without any tiles."""
 
     def add(self, y: Tensor, x: Tensor, layer: int, targets: tuple[OutputSlice, ...]) -> None:
+        pass
+
+    def latent_queries(self, y: Tensor, x: Tensor, latents: LatentMap) -> None:
+        pass
+
+    def latent_values(self, y: Tensor, x: Tensor, latents: LatentMap) -> None:
         pass
 
 
