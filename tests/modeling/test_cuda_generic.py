@@ -56,8 +56,10 @@ VARIANTS = [
     "cohere",
 ]
 VARIANTS += ["ministral3", "nemotron", "qwen3_moe", "gpt_oss", "deepseek_v3"]
+VARIANTS += ["diffllama", "hrm_text"]
 WITHOUT_EXPERTS = ["bamba", "falcon_h1", "lfm2", "olmo_hybrid", "qwen3_5_text"]
-RECURRENT = [*WITHOUT_EXPERTS, "granite_hybrid", "kimi_linear", "nemotron_h", "qwen3_next"]
+RECURRENT = [*WITHOUT_EXPERTS, "granite_hybrid", "kimi_linear", "minimax", "nemotron_h"]
+RECURRENT += ["qwen3_next", "zaya"]
 """With recurrent layers; in float32 steps with experts are not captured."""
 VARIANTS += RECURRENT
 NAMES = [BASE, "r8"]

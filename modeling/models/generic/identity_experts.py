@@ -30,7 +30,8 @@ class IdentityMixture(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """[..., hidden] to the same shape, equal on every rank."""
-        _, shares, ids = self.router(hidden_states)
+        # transformers 5.17 returns no logits before them.
+        *_, shares, ids = self.router(hidden_states)
         x, is_routed = hidden_states.flatten(0, -2), ids < self._count
         # Identities are computed as the first expert, and count nothing: which they are is known to
         # the device alone.
