@@ -150,6 +150,7 @@ class ExpertMatrices:
     older: path templates of the map as a module of each expert, as transformers 4 had it, with the
     layer and the expert left open.
     shares: where ranks have whole experts, those of each rank.
+    identities: experts without matrices behind these, which PEFT gives factors of `parameter` too.
     """
 
     count: int
@@ -161,6 +162,7 @@ class ExpertMatrices:
     total: int
     older: tuple[str, ...] = ()
     shares: tuple[range, ...] = ()
+    identities: int = 0
 
     @property
     def ranges(self) -> tuple[range, ...]:

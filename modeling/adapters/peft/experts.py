@@ -56,6 +56,7 @@ class ExpertParameter:
     """Factors of all experts of a layer.
 
     path: of their tensors, without the ends. count: of experts. own: those that this rank keeps.
+    identities: how many have factors behind these, which change nothing.
     """
 
     path: str
@@ -64,6 +65,7 @@ class ExpertParameter:
     rank: int
     scaling: float
     maps: tuple[ExpertMap, ...]
+    identities: int = 0
 
     @property
     def names(self) -> tuple[str, str]:
@@ -85,9 +87,10 @@ class ExpertParameter:
         for name, tensor in zip(self.names, found, strict=True):
             check_finite(name, tensor)
         a, b = found
+        count = self.count + self.identities
         # A's type may not be wider than float32.
-        a = a.view(self.count, self.rank, -1).float()
-        return a, b.view(len(b), self.rank, self.count).permute(2, 0, 1)
+        a = a.view(count, self.rank, -1)[: self.count].float()
+        return a, b.view(len(b), self.rank, count).permute(2, 0, 1)[: self.count]
 
 
 @dataclass(frozen=True)
@@ -263,10 +266,10 @@ def _parameter(
     first = next(iter(maps.values()))
     experts = first.experts
     assert experts is not None
-    rank = plan.rank_of(name)
+    rank, count = plan.rank_of(name), experts.count + experts.identities
     wanted = {
-        PREFIX + path + _A: (rank * experts.count, first.in_features),
-        PREFIX + path + _B: (experts.total, rank * experts.count),
+        PREFIX + path + _A: (rank * count, first.in_features),
+        PREFIX + path + _B: (experts.total, rank * count),
     }
     for key, shape in wanted.items():
         if key not in file.keys():  # noqa: SIM118 - not a dictionary
@@ -274,7 +277,7 @@ def _parameter(
         check_type(key, file.dtype(key))
         if file.shape(key) != shape:
             refuse(
-                f"{key} has shape {list(file.shape(key))}, this model's {experts.count} experts "
+                f"{key} has shape {list(file.shape(key))}, this model's {count} experts "
                 f"and rank {rank} need {list(shape)}: the adapter is for another base model, or "
                 "its files do not belong together"
             )
@@ -282,7 +285,8 @@ def _parameter(
         ExpertMap(i, index * len(experts.own), _rows(each), slice(0, rank))
         for i, each in maps.items()
     )
-    return ExpertParameter(path, experts.count, experts.own, rank, plan.scaling_of(name), own)
+    sizes = (path, experts.count, experts.own, rank, plan.scaling_of(name))
+    return ExpertParameter(*sizes, own, experts.identities)
 
 
 def _rows(projection: Projection) -> slice:

@@ -24,7 +24,10 @@ class IdentityMixture(nn.Module):
         # Under this name it has the width of its dense feed-forwards.
         sizes.intermediate_size = config.expert_ffn_hidden_size
         with torch.device("meta"):
-            self.experts = MixtralExperts(sizes)
+            experts: Any = MixtralExperts(sizes)
+        # transformers' own has a first matrix for each of these, which nothing reads.
+        experts.loray_identities = {"gate_up_proj": config.zero_expert_num or 0}
+        self.experts = experts
         self.router = router
         self._count: int = config.n_routed_experts
 

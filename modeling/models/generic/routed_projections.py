@@ -86,6 +86,7 @@ def expert_projections(
     path, module = members[0]
     older = _older(causal, path)
     config: Any = causal.config
+    identities: dict[str, int] = getattr(module, "loray_identities", {})
     active: Any = getattr(config, "num_experts_per_tok", getattr(config, "top_k_experts", 1)) or 1
     found = []
     for each in _maps(plan, path, module, own):
@@ -105,6 +106,7 @@ def expert_projections(
             total=outputs,
             older=tuple(_template_of(name) for name in older.get(of_part, ())),
             shares=shares,
+            identities=identities.get(each.parameter, 0),
         )
         found.append(
             Projection(

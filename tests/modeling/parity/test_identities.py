@@ -40,6 +40,14 @@ def test_whole_experts_on_ranks(world: World, ranks: int) -> None:
     compare(world, Setting("latents", "longcat_flash", ranks, [BASE, "plain"], spread=True))
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_adapters_of_experts(world: World, ranks: int) -> None:
+    """PEFT gives identities factors of the first matrices too."""
+    compare(
+        world, Setting("mixture", "longcat_flash", ranks, [BASE, "parameters", "down", "ranks"])
+    )
+
+
 def test_scheduled(world: World) -> None:
     """Prefix hits, and ranks that are lost."""
     names, lengths = [BASE, BASE, "plain"], (37, 37, 21)
