@@ -27,6 +27,7 @@ from modeling.attention.kv_cache import FP8, LayerCache
 from modeling.attention.pages import RowPages, starts
 from modeling.attention.triton.decode import decode_kernel
 from modeling.attention.triton.forms import (
+    GLUON_LINES,
     decode_form,
     fits_gluon,
     gluon_decode_form,
@@ -252,8 +253,10 @@ class TritonAttention(AttentionBackend):
         max_count = min(form.max_splits, -(-seen // form.min_split))
         blocks = spec.num_kv_heads * -(-self._cache["GROUP"] // form.packed)
         programs, *shares = form.shares(blocks * count, max_count)
-        # Rows that one program computes whole leave nothing in memory.
-        stored = 0 if programs == 1 else count
+        # Rows that one program computes whole leave nothing in memory; by Gluon's kernel those of
+        # one split.
+        parts = max_count if form.least == GLUON_LINES else programs
+        stored = 0 if parts == 1 else count
         splits = (stored * rows.room, spec.num_heads, max_count)
         device = layer.q.device
         partials = torch.empty(*splits, self._value_dim, dtype=torch.float32, device=device)

@@ -61,3 +61,29 @@ def test_they_compile(
     in_gluon = {"latent_row_kernel", "latent_tile_kernel"}
     assert (name in in_gluon) == (gpu == "H100" and cache_dtype is None), name
     assert compiled.shared[0] <= SHARED[gpu], compiled.shared
+
+
+@pytest.mark.parametrize("rows", [3, 2100])
+def test_what_splits_leave_has_room(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where each row has one program, which stores the results of its splits too."""
+    pytest.importorskip("triton")
+    from modeling.attention.triton import backend
+
+    monkeypatch.setattr(backend, "device_sizes", lambda device: (SHARED["H100"], 132))
+    monkeypatch.setattr(backend, "has_warpgroups", lambda device: True)
+    given: list[tuple[object, ...]] = []
+    launch = lambda own, key, grid, arguments, *rest: given.append(arguments)  # noqa: E731
+    monkeypatch.setattr(Launcher, "__call__", launch)
+    monkeypatch.setattr(backend.TritonAttention, "lacks", classmethod(lambda own, spec: None))
+    spec = AttentionSpec(20, 1, 576, 0.1, 16, torch.bfloat16, CPU, value_dim=512)
+    attention = backend.TritonAttention(spec)
+    cache = allocate(CacheSpec(1, 16, 1, 576, torch.bfloat16, keys_only=True), 20, CPU)[0]
+    tables = torch.arange(20, dtype=torch.int32).repeat(rows, 1)
+    q, starts = torch.zeros(rows, 20, 576, dtype=torch.bfloat16), torch.arange(rows + 1)
+    step = attention.prepare([1] * rows, [300] * rows, tables)
+    attention.forward(q, cache, starts, tables, step)
+    ((_, _, _, _, partials, sums, *_),) = given
+    assert isinstance(partials, torch.Tensor)
+    assert isinstance(sums, torch.Tensor)
+    assert partials.shape == (rows, 20, 3, 512)
+    assert sums.shape == (rows, 20, 3, 2)
