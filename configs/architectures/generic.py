@@ -57,8 +57,6 @@ _REFINED_WEB = {
 _BLOCKS = ("num_hidden_layers", "n_input_layers", "n_recurrent_layers", "n_output_layers")
 """Fields of a Dory that count attention and feed-forward as two."""
 
-_ENDS = ("n_input_layers", "n_output_layers")
-
 _ROPE_TYPES = frozenset(
     {None, "default", "dynamic", "linear", "llama3", "proportional", "xdrope", "yarn"}
 )
@@ -227,10 +225,11 @@ def _check_loops(config: Mapping[str, Any]) -> None:
             "recurrent_kv_cache_mode (last_loop): transformers computes a prompt in one piece "
             "otherwise than token by token, so answers would depend on how it is cut: set per_loop"
         )
-    ends, count = [config.get(key, 8) for key in _ENDS], config["num_hidden_layers"]
-    if min(ends) < 0 or sum(ends) > count:
+    first, last = config.get("n_input_layers", 8), config.get("n_output_layers", 8)
+    count = config["num_hidden_layers"]
+    if min(first, last) < 0 or first + last > count:
         raise ArchitectureError(
-            f"n_input_layers, n_output_layers ({ends[0]}, {ends[1]}) are no parts of a model of "
+            f"n_input_layers, n_output_layers ({first}, {last}) are no parts of a model of "
             f"{count} layers: transformers fails on them"
         )
 

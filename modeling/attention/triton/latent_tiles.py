@@ -16,23 +16,48 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language import debug_barrier
+from triton.language import debug_barrier  # Gluon's own has other names in other versions.
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from modeling.attention.triton.decode import blocks_of, first_key, splits_of
+from modeling.attention.triton.scores import NEVER
 
 # Triton 3.8 gave it another name, and 3.9 took this one away.
 async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
-NEVER = gl.constexpr(-1.0e30)
-"""As scores.NEVER."""
-
 COPIED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))
 ADDED = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [8, 1], [1, 0]))
+"""Layouts of what eight warps copy, 16 bytes a thread, and of eight lines that they add up."""
+
 WIDE = gl.constexpr(gl.NVMMASharedLayout(128, 16))
+"""The layout of shared memory that warpgroups multiply from, in rows of 64 numbers or more."""
 
 # Arguments are grouped by what they describe; a line for each would hide the kernels.
 # fmt: off
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _memory(
+    dtype: gl.constexpr, M: gl.constexpr, N: gl.constexpr, D: gl.constexpr, REST: gl.constexpr
+) -> "Any":
+    """Shared memory: queries and their rest, weights, two blocks of keys and their rests."""
+    NARROW: gl.constexpr = gl.NVMMASharedLayout(REST * 2, 16)
+    queries = gl.allocate_shared_memory(dtype, [M, D], WIDE)
+    others = gl.allocate_shared_memory(dtype, [M, REST], NARROW)
+    shared = gl.allocate_shared_memory(dtype, [M, N], WIDE)
+    blocks = gl.allocate_shared_memory(dtype, [2, N, D], WIDE)
+    rests = gl.allocate_shared_memory(dtype, [2, N, REST], NARROW)
+    return queries, others, shared, blocks, rests
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _nothing(
+    M: gl.constexpr, D: gl.constexpr, OF_SCORES: gl.constexpr, OF_SUMS: gl.constexpr
+) -> "Any":
+    """(acc, top, total) before any key."""
+    acc = gl.zeros([M, D], gl.float32, OF_SUMS)
+    top = gl.full([M], NEVER, gl.float32, gl.SliceLayout(1, OF_SCORES))
+    return acc, top, gl.zeros([M], gl.float32, gl.SliceLayout(1, OF_SCORES))
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
@@ -140,8 +165,6 @@ def latent_tile_kernel(
     TOKENS: gl.constexpr = BLOCK_M // PACKED
     OF_SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, BLOCK_N // 2, 16])
     OF_SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, VALUE_DIM // 2, 16])
-    NARROW: gl.constexpr = gl.NVMMASharedLayout(BLOCK_REST * 2, 16)
-    dtype: gl.constexpr = keys.dtype.element_ty
     record = tiles + gl.program_id(1) * WORDS
     table = tables + gl.load(record)
     token = gl.load(record + 1).to(gl.int64)
@@ -152,11 +175,9 @@ def latent_tile_kernel(
     stop = gl.minimum(earliest + TOKENS, length)
     start = gl.maximum(earliest - window + 1, 0)
     pages = _pages(table, start, stop, BLOCK_N, PAGE)
-    queries = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_D], WIDE)
-    others = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_REST], NARROW)
-    shared = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_N], WIDE)
-    blocks = gl.allocate_shared_memory(dtype, [2, BLOCK_N, BLOCK_D], WIDE)
-    rests = gl.allocate_shared_memory(dtype, [2, BLOCK_N, BLOCK_REST], NARROW)
+    queries, others, shared, blocks, rests = _memory(
+        keys.dtype.element_ty, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_REST
+    )
     m = gl.arange(0, BLOCK_M, gl.SliceLayout(1, COPIED))
     query, group = first + m // PACKED, gl.program_id(0) * PACKED + m % PACKED
     live = (m // PACKED < TOKENS) & (query < num_queries) & (group < GROUP)
@@ -170,9 +191,7 @@ def latent_tile_kernel(
     pages = _pages(table, start + BLOCK_N, stop, BLOCK_N, PAGE)
     own = gl.arange(0, BLOCK_M, gl.SliceLayout(1, OF_SCORES))
     positions = earliest + own // PACKED
-    acc = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, OF_SUMS)
-    top = gl.full([BLOCK_M], NEVER, gl.float32, gl.SliceLayout(1, OF_SCORES))
-    total = gl.zeros([BLOCK_M], gl.float32, gl.SliceLayout(1, OF_SCORES))
+    acc, top, total = _nothing(BLOCK_M, BLOCK_D, OF_SCORES, OF_SUMS)
     slot = 0
     for block in range(start, stop, BLOCK_N):
         _arrived()
@@ -255,15 +274,16 @@ def latent_row_kernel(
     MIN_SPLIT: gl.constexpr, MAX_SPLITS: gl.constexpr, CHUNK: gl.constexpr,
     CAPPED: gl.constexpr, SINKS: gl.constexpr, ALIBI: gl.constexpr, PDL: gl.constexpr,
 ) -> None:
-    """As `latents.latent_decode_kernel`; results of a row of several splits are all in memory."""
+    """As `latents.latent_decode_kernel`; results of a row of several splits are all in memory.
+
+    LIVE_M and CHUNK are not read: sums are added for eight lines at a time.
+    """
     if PDL:
         gdc_launch_dependents()
     gl.static_assert(KV_HEADS == 1 and not (CAPPED or SINKS or ALIBI))
     gl.static_assert(VALUE_DIM == BLOCK_D and HEAD_DIM == BLOCK_D + BLOCK_REST)
     OF_SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, BLOCK_N // 2, 16])
     OF_SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, VALUE_DIM // 2, 16])
-    NARROW: gl.constexpr = gl.NVMMASharedLayout(BLOCK_REST * 2, 16)
-    dtype: gl.constexpr = keys.dtype.element_ty
     own = gl.load(order + gl.program_id(1))
     program = gl.program_id(2)
     length = gl.load(lengths + own)
@@ -284,11 +304,9 @@ def latent_row_kernel(
     after, later, ends = _next(start, split, first, width, programs, length, BLOCK_N)
     pages = _pages(table, start, length, BLOCK_N, PAGE)
     following = _pages(table, after, length, BLOCK_N, PAGE)
-    queries = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_D], WIDE)
-    others = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_REST], NARROW)
-    shared = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_N], WIDE)
-    blocks = gl.allocate_shared_memory(dtype, [2, BLOCK_N, BLOCK_D], WIDE)
-    rests = gl.allocate_shared_memory(dtype, [2, BLOCK_N, BLOCK_REST], NARROW)
+    queries, others, shared, blocks, rests = _memory(
+        keys.dtype.element_ty, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_REST
+    )
     m = gl.arange(0, BLOCK_M, gl.SliceLayout(1, COPIED))
     query, group = m // PACKED, gl.program_id(0) * PACKED + m % PACKED
     live = (query < QUERIES) & (group < GROUP)
@@ -300,9 +318,7 @@ def latent_row_kernel(
     _copy(queries, others, q + (token + query) * Q_STRIDE + head * HEAD_DIM, BLOCK_D, BLOCK_REST)
     _copy_keys(blocks.index(0), rests.index(0), keys, pages, start, length, BLOCK_N, PAGE, BLOCK_D,
                BLOCK_REST)
-    acc = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, OF_SUMS)
-    top = gl.full([BLOCK_M], NEVER, gl.float32, gl.SliceLayout(1, OF_SCORES))
-    total = gl.zeros([BLOCK_M], gl.float32, gl.SliceLayout(1, OF_SCORES))
+    acc, top, total = _nothing(BLOCK_M, BLOCK_D, OF_SCORES, OF_SUMS)
     left = blocks_of(seen, count, width, program, programs, BLOCK_N)
     slot = 0
     while left > 0:
@@ -327,9 +343,7 @@ def latent_row_kernel(
             to = sums + (at + split) * 2
             gl.store(to, gl.convert_layout(top, gl.SliceLayout(1, OF_SUMS)), mask=there)
             gl.store(to + 1, gl.convert_layout(total, gl.SliceLayout(1, OF_SUMS)), mask=there)
-            acc = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, OF_SUMS)
-            top = gl.full([BLOCK_M], NEVER, gl.float32, gl.SliceLayout(1, OF_SCORES))
-            total = gl.zeros([BLOCK_M], gl.float32, gl.SliceLayout(1, OF_SCORES))
+            acc, top, total = _nothing(BLOCK_M, BLOCK_D, OF_SCORES, OF_SUMS)
         start, split, ends = after, later, then_ends
         after, later = second, third
         slot = 1 - slot

@@ -51,12 +51,13 @@ class GenericLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., this rank's in] to [..., this rank's out]."""
         rows, data = _rows(x), self._step.adapter_data
-        count = len(rows)
-        if data is not None and count < self._step.part_tokens:
+        lacking = 0 if data is None else self._step.part_tokens - len(rows)
+        if lacking > 0:
             # What is before a sequence's first token has that one's adapter (ZAYA: a row of zeros).
-            rows = F.pad(rows, (0, 0, 0, self._step.part_tokens - count))
+            rows = F.pad(rows, (0, 0, 0, lacking))
         y: Tensor = self.linear(rows, data)
-        return y[:count].view(*x.shape[:-1], y.shape[-1])
+        y = y[:-lacking] if lacking > 0 else y
+        return y.view(*x.shape[:-1], y.shape[-1])
 
 
 class MergedColumns(nn.Module):
