@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import wraps
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,19 @@ def run(
 def test_float32_gives_the_oracles_tokens(world: World, variant: str, graphs: CudaGraphs) -> None:
     answers, told = run(world, variant, DType.FLOAT32, graphs)
     agree(answers, told.truths)
+
+
+@pytest.mark.parametrize("variant", ["glm4_moe_lite", "kimi_linear", "longcat_flash"])
+def test_latents(world: World, variant: str) -> None:
+    """Keys as they are cached, of layers that rotate neighbours, none, and have two attentions."""
+    for dtype, graphs in product(
+        (DType.FLOAT32, DType.BFLOAT16), (CudaGraphs.NONE, CudaGraphs.ALL)
+    ):
+        answers, told = run(world, variant, dtype, graphs, [BASE, "plain"], "latents")
+        if dtype is DType.FLOAT32:
+            agree(answers, told.truths)
+        else:
+            come_near(answers, told.truths, rounding(told))
 
 
 @pytest.mark.parametrize("variant", sorted(experts.ON_GPUS))

@@ -261,7 +261,7 @@ def sum_pairs(
         deltas.sum(out, y, counts, ids, shares, shrunk)
         return y
     constants = {
-        **{"WIDTH": hidden, "ACTIVE": active, "PAIRS": triton.next_power_of_2(active)},
+        **{"WIDTH": hidden, "ACTIVE": active},
         **{"BLOCK_N": SUM_COLUMNS, "EXPERTS": experts, "COUNTS": triton.next_power_of_2(experts)},
         "PDL": has_dependent_launch(y.device),
     }

@@ -104,6 +104,58 @@ def tiles_kernel(
         tl.store(tiles + t * 2, tl.full([BLOCK], -1, tl.int32), mask=t < most)
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _up_tile(
+    x: "Any", weight: "Any", inner: "Any", table: "Any", deltas: "Any", num_tokens: "Any",
+    shrunk: "Any", bt0: "Any", bt1: "Any", slots: "Any", pages: "Any",
+    map0: "Any", map1: "Any", layer: "Any", num_pages: "Any",
+    expert: "Any", first: "Any", count: "Any",
+    INPUTS: tl.constexpr, WIDTH: tl.constexpr, ACTIVE: tl.constexpr,
+    PAIRS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, MADE: tl.constexpr,
+    DELTAS: tl.constexpr, MAPS: tl.constexpr, STRIDE: tl.constexpr, PAGES: tl.constexpr,
+    WIDE: tl.constexpr,
+) -> None:
+    """`up_kernel` for PAIRS pairs of an expert from `first` on."""
+    m = first + tl.arange(0, PAIRS)
+    live = m < count
+    pair = tl.load(table + expert * num_tokens + m, mask=live, other=0)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    gates = weight + (expert * 2 * WIDTH + n)[:, None] * INPUTS + k[None, :]
+    ups = gates + WIDTH * INPUTS
+    rows = x + (pair // ACTIVE)[None, :] * INPUTS + k[:, None]
+    gate = tl.zeros([BLOCK_N, PAIRS], dtype=tl.float32)
+    up = tl.zeros([BLOCK_N, PAIRS], dtype=tl.float32)
+    own = deltas + pair[None, :].to(tl.int64) * WIDTH + n[:, None]
+    behind = num_tokens * (ACTIVE * WIDTH)
+    # Loaded now, to be there when the products are, where there are registers for them.
+    if MADE and PAIRS <= 32:
+        of_gate = tl.load(own, mask=live[None, :], other=0.0)
+        of_up = tl.load(own + behind, mask=live[None, :], other=0.0)
+    for k0 in range(0, INPUTS, BLOCK_K):
+        x_tile = tl.load(rows + k0, mask=live[None, :], other=0.0)
+        gate = tl.dot(tl.load(gates + k0), x_tile, gate)
+        up = tl.dot(tl.load(ups + k0), x_tile, up)
+    if MADE and PAIRS > 32:
+        of_gate = tl.load(own, mask=live[None, :], other=0.0)
+        of_up = tl.load(own + behind, mask=live[None, :], other=0.0)
+    if MADE:
+        gate += of_gate
+        up += of_up
+    if DELTAS:
+        gate = tile_delta(
+            gate, shrunk, bt0, slots, pages, pair, live, map0, expert, n, layer, num_pages,
+            WIDTH, ACTIVE, MAPS, STRIDE, PAGES, WIDE,
+        )
+        up = tile_delta(
+            up, shrunk + num_tokens * (ACTIVE * PAGES * 8), bt1, slots, pages, pair, live, map1,
+            expert, n, layer, num_pages, WIDTH, ACTIVE, MAPS, STRIDE, PAGES, WIDE,
+        )
+    value = gate * tl.sigmoid(gate) * up
+    out = inner + pair[None, :] * WIDTH + n[:, None]
+    tl.store(out, value.to(inner.dtype.element_ty), mask=live[None, :])
+
+
 @triton.jit(do_not_specialize=UNSPECIALIZED)  # type: ignore[untyped-decorator]
 def up_kernel(
     x: "Any", weight: "Any", inner: "Any", counts: "Any", tiles: "Any", table: "Any",
@@ -112,57 +164,62 @@ def up_kernel(
     map0: "Any", map1: "Any", layer: "Any", num_pages: "Any",
     INPUTS: tl.constexpr, WIDTH: tl.constexpr, ACTIVE: tl.constexpr,
     PAIRS: tl.constexpr, TILED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    MADE: tl.constexpr,
+    WIDTHS: tl.constexpr, MADE: tl.constexpr,
     DELTAS: tl.constexpr, MAPS: tl.constexpr, STRIDE: tl.constexpr, PAGES: tl.constexpr,
     WIDE: tl.constexpr, PDL: tl.constexpr,
 ) -> None:
     """One block of an expert's inner columns, gate and up, for up to PAIRS of its pairs.
 
-    deltas: with MADE, float32 [2, pairs, WIDTH], added to gate and up.
+    deltas: with MADE, float32 [2, pairs, WIDTH], added to gate and up. WIDTHS: of tiles, PAIRS and
+    its halves: an expert's last pairs take the least one that has them.
     """
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     expert, first, count = tile_of(counts, tiles, TILED, PAIRS)
-    if first < count:
-        m = first + tl.arange(0, PAIRS)
-        live = m < count
-        pair = tl.load(table + expert * num_tokens + m, mask=live, other=0)
-        n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-        k = tl.arange(0, BLOCK_K)
-        gates = weight + (expert * 2 * WIDTH + n)[:, None] * INPUTS + k[None, :]
-        ups = gates + WIDTH * INPUTS
-        rows = x + (pair // ACTIVE)[None, :] * INPUTS + k[:, None]
-        gate = tl.zeros([BLOCK_N, PAIRS], dtype=tl.float32)
-        up = tl.zeros([BLOCK_N, PAIRS], dtype=tl.float32)
-        own = deltas + pair[None, :].to(tl.int64) * WIDTH + n[:, None]
-        behind = num_tokens * (ACTIVE * WIDTH)
-        # Loaded now, to be there when the products are, where there are registers for them.
-        if MADE and PAIRS <= 32:
-            of_gate = tl.load(own, mask=live[None, :], other=0.0)
-            of_up = tl.load(own + behind, mask=live[None, :], other=0.0)
-        for k0 in range(0, INPUTS, BLOCK_K):
-            x_tile = tl.load(rows + k0, mask=live[None, :], other=0.0)
-            gate = tl.dot(tl.load(gates + k0), x_tile, gate)
-            up = tl.dot(tl.load(ups + k0), x_tile, up)
-        if MADE and PAIRS > 32:
-            of_gate = tl.load(own, mask=live[None, :], other=0.0)
-            of_up = tl.load(own + behind, mask=live[None, :], other=0.0)
-        if MADE:
-            gate += of_gate
-            up += of_up
-        if DELTAS:
-            gate = tile_delta(
-                gate, shrunk, bt0, slots, pages, pair, live, map0, expert, n, layer, num_pages,
-                WIDTH, ACTIVE, MAPS, STRIDE, PAGES, WIDE,
+    left = tl.minimum(count - first, PAIRS)
+    for w in tl.static_range(WIDTHS):
+        if (left <= (PAIRS >> w)) & (left > ((PAIRS >> (w + 1)) if w + 1 < WIDTHS else 0)):
+            _up_tile(
+                x, weight, inner, table, deltas, num_tokens, shrunk, bt0, bt1, slots, pages,
+                map0, map1, layer, num_pages, expert, first, count,
+                INPUTS, WIDTH, ACTIVE, PAIRS >> w, BLOCK_N, BLOCK_K, MADE,
+                DELTAS, MAPS, STRIDE, PAGES, WIDE,
             )
-            up = tile_delta(
-                up, shrunk + num_tokens * (ACTIVE * PAGES * 8), bt1, slots, pages, pair, live, map1,
-                expert, n, layer, num_pages, WIDTH, ACTIVE, MAPS, STRIDE, PAGES, WIDE,
-            )
-        value = gate * tl.sigmoid(gate) * up
-        out = inner + pair[None, :] * WIDTH + n[:, None]
-        tl.store(out, value.to(inner.dtype.element_ty), mask=live[None, :])
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _down_tile(
+    inner: "Any", weight: "Any", shares: "Any", out: "Any", table: "Any", num_tokens: "Any",
+    shrunk: "Any", bt: "Any", slots: "Any", pages: "Any",
+    map0: "Any", layer: "Any", num_pages: "Any",
+    expert: "Any", first: "Any", count: "Any",
+    INPUTS: tl.constexpr, WIDTH: tl.constexpr, ACTIVE: tl.constexpr,
+    PAIRS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    DELTAS: tl.constexpr, MAPS: tl.constexpr, STRIDE: tl.constexpr, PAGES: tl.constexpr,
+    WIDE: tl.constexpr,
+) -> None:
+    """`down_kernel` for PAIRS pairs of an expert from `first` on."""
+    m = first + tl.arange(0, PAIRS)
+    live = m < count
+    pair = tl.load(table + expert * num_tokens + m, mask=live, other=0)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    matrix = weight + (expert * WIDTH + n)[:, None] * INPUTS + k[None, :]
+    rows = inner + pair[None, :] * INPUTS + k[:, None]
+    acc = tl.zeros([BLOCK_N, PAIRS], dtype=tl.float32)
+    for k0 in range(0, INPUTS, BLOCK_K):
+        inner_tile = tl.load(rows + k0, mask=live[None, :], other=0.0)
+        acc = tl.dot(tl.load(matrix + k0), inner_tile, acc)
+    if DELTAS:
+        acc = tile_delta(
+            acc, shrunk, bt, slots, pages, pair, live, map0, expert, n, layer, num_pages,
+            WIDTH, ACTIVE, MAPS, STRIDE, PAGES, WIDE,
+        )
+    acc *= tl.load(shares + pair, mask=live, other=0.0).to(tl.float32)[None, :]
+    tl.store(
+        out + pair[None, :] * WIDTH + n[:, None], acc.to(out.dtype.element_ty), mask=live[None, :]
+    )
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)  # type: ignore[untyped-decorator]
@@ -173,54 +230,42 @@ def down_kernel(
     map0: "Any", layer: "Any", num_pages: "Any",
     INPUTS: tl.constexpr, WIDTH: tl.constexpr, ACTIVE: tl.constexpr,
     PAIRS: tl.constexpr, TILED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    LINE: tl.constexpr, LINES: tl.constexpr,
+    WIDTHS: tl.constexpr, LINE: tl.constexpr, LINES: tl.constexpr,
     DELTAS: tl.constexpr, MAPS: tl.constexpr, STRIDE: tl.constexpr, PAGES: tl.constexpr,
     WIDE: tl.constexpr, PDL: tl.constexpr,
 ) -> None:
     """One block of an expert's outputs for up to PAIRS of its pairs, by the pairs' weights."""
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     # Written before the kernel ahead began, which waited for it.
     expert, first, count = tile_of(counts, tiles, TILED, PAIRS)
     if PDL:
         if first < count:
+            n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
             ahead = tl.minimum(tl.arange(0, LINES) * LINE, INPUTS - 1)
             prefetch(weight + (expert * WIDTH + n)[:, None] * INPUTS + ahead[None, :])
         gdc_wait()
         gdc_launch_dependents()
-    if first < count:
-        m = first + tl.arange(0, PAIRS)
-        live = m < count
-        pair = tl.load(table + expert * num_tokens + m, mask=live, other=0)
-        k = tl.arange(0, BLOCK_K)
-        matrix = weight + (expert * WIDTH + n)[:, None] * INPUTS + k[None, :]
-        rows = inner + pair[None, :] * INPUTS + k[:, None]
-        acc = tl.zeros([BLOCK_N, PAIRS], dtype=tl.float32)
-        for k0 in range(0, INPUTS, BLOCK_K):
-            inner_tile = tl.load(rows + k0, mask=live[None, :], other=0.0)
-            acc = tl.dot(tl.load(matrix + k0), inner_tile, acc)
-        if DELTAS:
-            acc = tile_delta(
-                acc, shrunk, bt, slots, pages, pair, live, map0, expert, n, layer, num_pages,
-                WIDTH, ACTIVE, MAPS, STRIDE, PAGES, WIDE,
+    left = tl.minimum(count - first, PAIRS)
+    for w in tl.static_range(WIDTHS):
+        if (left <= (PAIRS >> w)) & (left > ((PAIRS >> (w + 1)) if w + 1 < WIDTHS else 0)):
+            _down_tile(
+                inner, weight, shares, out, table, num_tokens, shrunk, bt, slots, pages,
+                map0, layer, num_pages, expert, first, count,
+                INPUTS, WIDTH, ACTIVE, PAIRS >> w, BLOCK_N, BLOCK_K,
+                DELTAS, MAPS, STRIDE, PAGES, WIDE,
             )
-        acc *= tl.load(shares + pair, mask=live, other=0.0).to(tl.float32)[None, :]
-        tl.store(
-            out + pair[None, :] * WIDTH + n[:, None], acc.to(out.dtype.element_ty),
-            mask=live[None, :],
-        )
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def sum_pairs(
     out: "Any", y: "Any", counts: "Any", token: "Any", first: "Any", total: "Any",
-    WIDTH: tl.constexpr, ACTIVE: tl.constexpr, PAIRS: tl.constexpr, BLOCK_N: tl.constexpr,
+    WIDTH: tl.constexpr, ACTIVE: tl.constexpr, BLOCK_N: tl.constexpr,
     EXPERTS: tl.constexpr, COUNTS: tl.constexpr,
 ) -> None:
     """Add one token's pairs in order to a total; the first program leaves counts as zeros again."""
-    n, p = first + tl.arange(0, BLOCK_N), tl.arange(0, PAIRS)
-    mask = (p < ACTIVE)[:, None] & (n < WIDTH)[None, :]
-    found = tl.load(out + (token * ACTIVE + p)[:, None] * WIDTH + n[None, :], mask=mask, other=0.0)
-    total += tl.sum(found.to(tl.float32), axis=0)
+    n = first + tl.arange(0, BLOCK_N)
+    row = out + token.to(tl.int64) * (ACTIVE * WIDTH) + n
+    for p in tl.static_range(ACTIVE):
+        total += tl.load(row + p * WIDTH, mask=n < WIDTH, other=0.0).to(tl.float32)
     tl.store(y + token * WIDTH + n, total.to(y.dtype.element_ty), mask=n < WIDTH)
     if (token == 0) & (first == 0):
         e = tl.arange(0, COUNTS)
@@ -230,7 +275,7 @@ def sum_pairs(
 @triton.jit  # type: ignore[untyped-decorator]
 def sum_kernel(
     out: "Any", y: "Any", counts: "Any",
-    WIDTH: tl.constexpr, ACTIVE: tl.constexpr, PAIRS: tl.constexpr, BLOCK_N: tl.constexpr,
+    WIDTH: tl.constexpr, ACTIVE: tl.constexpr, BLOCK_N: tl.constexpr,
     EXPERTS: tl.constexpr, COUNTS: tl.constexpr, PDL: tl.constexpr,
 ) -> None:
     """Sum one token's pairs in order; the first program leaves counts as zeros again."""
@@ -239,7 +284,7 @@ def sum_kernel(
         gdc_launch_dependents()
     token, first = tl.program_id(0), tl.program_id(1) * BLOCK_N
     total = tl.zeros([BLOCK_N], dtype=tl.float32)
-    sum_pairs(out, y, counts, token, first, total, WIDTH, ACTIVE, PAIRS, BLOCK_N, EXPERTS, COUNTS)
+    sum_pairs(out, y, counts, token, first, total, WIDTH, ACTIVE, BLOCK_N, EXPERTS, COUNTS)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)  # type: ignore[untyped-decorator]
@@ -258,7 +303,7 @@ def sum_deltas_kernel(
         shrunk, bt, ids, shares, slots, table, token, first, map0, layer, num_pages,
         WIDTH, BLOCK_N, ACTIVE, PAIRS, MAPS, STRIDE, PAGES, WIDE, PDL,
     )
-    sum_pairs(out, y, counts, token, first, total, WIDTH, ACTIVE, PAIRS, BLOCK_N, EXPERTS, COUNTS)
+    sum_pairs(out, y, counts, token, first, total, WIDTH, ACTIVE, BLOCK_N, EXPERTS, COUNTS)
 
 
 @triton.jit(do_not_specialize=COUNTED)  # type: ignore[untyped-decorator]

@@ -61,9 +61,10 @@ class Tile:
 class ExpertsCut:
     """How the experts of some steps are cut.
 
-    most: tokens of such a step; in PROMPT_CUTS, pairs of an expert on the average.
+    most: tokens of such a step; in PROMPT_CUT, pairs of an expert on the average.
     pairs: of a program; 0: every pair for itself. tiled: whether programs are of tiles that have
-    pairs, which one more launch finds, and not of all that may have some.
+    pairs, which one more launch finds, and not of all that may have some. widths: how many there
+    are of tiles: `pairs`, half of it, ...: an expert's last pairs take the least that has them.
     """
 
     most: int
@@ -71,6 +72,7 @@ class ExpertsCut:
     up: Tile
     down: Tile
     tiled: bool = False
+    widths: int = 1
 
 
 CUTS = (
@@ -80,12 +82,9 @@ CUTS = (
 )
 """As measured on an H200 with 128 experts of 768, 8 of them a token, hidden size 2048."""
 
-PROMPT_CUTS = (
-    ExpertsCut(96, 64, Tile(64, 64, 4, 4), Tile(128, 64, 4, 4), tiled=True),
-    ExpertsCut(256, 128, Tile(128, 64, 8, 3), Tile(128, 64, 8, 4), tiled=True),
-)
-"""Of more tokens than CUTS have, as measured with the same experts. Of more pairs an expert than
-these have, a library's grouped products were not compared."""
+PROMPT_CUT = ExpertsCut(256, 128, Tile(64, 64, 4, 3), Tile(64, 64, 4, 4), tiled=True, widths=3)
+"""Of more tokens than CUTS have. It is the best or within 3 % of it, with adapters and without, for
+20 to 256 pairs an expert of three mixtures; for more a library's grouped products are faster."""
 
 DELTA_TILES_FROM = 256
 """Tokens of a step from which deltas are computed tile by tile instead of pair by pair."""
@@ -116,27 +115,24 @@ def experts(
     ids, shares: [tokens, experts of one]. counts: int32 [experts] zeros, which it leaves as zeros.
     deltas: what adapters change.
     """
-    cut = _cut(*ids.shape, *down.shape)
+    cut = _cut(len(x), *down.shape[1:])
     if not cut.pairs:
         return _by_pair(cut, x, up, down, ids, shares, deltas)
     return _by_expert(cut, x, up, down, ids, shares, counts, deltas)
 
 
 @cache
-def _cut(tokens: int, active: int, count: int, hidden: int, width: int) -> ExpertsCut:
-    """count: of experts."""
-    found = [each for each in CUTS if tokens <= each.most]
-    found += [each for each in PROMPT_CUTS if tokens * active <= each.most * count]
-    cut = found[0]
+def _cut(tokens: int, hidden: int, width: int) -> ExpertsCut:
+    cut = next((each for each in CUTS if tokens <= each.most), PROMPT_CUT)
     return replace(cut, up=cut.up.fitted(width, hidden), down=cut.down.fitted(hidden, width))
 
 
 def takes(x: Tensor, active: int, count: int) -> bool:
     """Whether a step of tokens [tokens, hidden], with `active` of `count` experts each, is cut.
 
-    PROMPT_CUTS were compared in bfloat16 alone.
+    PROMPT_CUT was compared in bfloat16 alone.
     """
-    has_few_pairs = len(x) * active <= PROMPT_CUTS[-1].most * count
+    has_few_pairs = len(x) * active <= PROMPT_CUT.most * count
     return len(x) <= CUTS[-1].most or (has_few_pairs and x.dtype is torch.bfloat16)
 
 
@@ -209,7 +205,7 @@ def _by_expert(
     own = PairTiles(counts, tiles, table, active, cut.pairs, cut.tiled, programs)
     shrunk = None if by_tile is None else by_tile.shrink_up_tiles(x, own)
     constants = {"INPUTS": hidden, "WIDTH": width, "ACTIVE": active, **own.constants}
-    constants |= _sizes(cut.up) | {"MADE": by_pair is not None, "PDL": pdl}
+    constants |= _sizes(cut.up) | {"WIDTHS": cut.widths, "MADE": by_pair is not None, "PDL": pdl}
     grid = (programs[0], width // cut.up.outputs, programs[1])
     tensors = [x, up, inner, counts, tiles, table, added, tokens]
     tensors = _with_deltas(shrunk, tensors, constants, 2)
@@ -218,7 +214,7 @@ def _by_expert(
     shrunk = None if by_tile is None else by_tile.shrink_down_tiles(inner, own)
     after = None if by_pair is None else by_pair.shrink_down(inner, ids, count)
     constants = {"INPUTS": width, "WIDTH": hidden, "ACTIVE": active, **own.constants}
-    constants |= _sizes(cut.down) | _lines(width) | {"PDL": pdl}
+    constants |= _sizes(cut.down) | {"WIDTHS": cut.widths, **_lines(width), "PDL": pdl}
     grid = (programs[0], hidden // cut.down.outputs, programs[1])
     tensors = [inner, down, shares, out, counts, tiles, table, tokens]
     tensors = _with_deltas(shrunk, tensors, constants, 1)

@@ -15,11 +15,24 @@ from modeling.layers.angles import Angles
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _turned(x: "Any", low: "Any", high: "Any", mask: "Any", cos: "Any", sin: "Any") -> "Any":
-    """Both numbers of pairs at x, rotated, in float32."""
-    one = tl.load(x + low, mask=mask, other=0.0).to(tl.float32)
-    other = tl.load(x + high, mask=mask, other=0.0).to(tl.float32)
-    return one * cos - other * sin, other * cos + one * sin
+def _turn(
+    x: "Any", to: "Any", mask: "Any", cos: "Any", sin: "Any",
+    ROWS: tl.constexpr, BLOCK_P: tl.constexpr, NEIGHBOURS: tl.constexpr,
+) -> None:
+    """Rotate ROWS rows at x of 2 * BLOCK_P numbers, and store them at `to`.
+
+    mask, x, to: [ROWS, 2 * BLOCK_P], read and written whole. cos, sin: [1, BLOCK_P].
+    """
+    both = tl.load(x, mask=mask, other=0.0).to(tl.float32)
+    if NEIGHBOURS:
+        one, other = tl.split(tl.reshape(both, [ROWS, BLOCK_P, 2]))
+    else:
+        one, other = tl.split(tl.permute(tl.reshape(both, [ROWS, 2, BLOCK_P]), [0, 2, 1]))
+    turned = tl.join(one * cos - other * sin, other * cos + one * sin)
+    if not NEIGHBOURS:
+        turned = tl.permute(turned, [0, 2, 1])
+    found = tl.reshape(turned, [ROWS, 2 * BLOCK_P])
+    tl.store(to, found.to(to.dtype.element_ty), mask=mask)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -37,24 +50,25 @@ def _store_latents(
     token = tl.program_id(0).to(tl.int64)
     pair = tl.arange(0, BLOCK_P)
     inside = pair < PAIRS
-    c = tl.load(cos + token * ROTATED + pair, mask=inside, other=0.0).to(tl.float32)
+    angle = token * ROTATED + pair
+    c = tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)[None, :]
     # Of the first half of sines the signs are turned.
-    s = tl.load(sin + token * ROTATED + PAIRS + pair, mask=inside, other=0.0).to(tl.float32)
-    low = FIRST + (2 * pair if NEIGHBOURS else pair)
-    high = low + (1 if NEIGHBOURS else PAIRS)
+    s = tl.load(sin + angle + PAIRS, mask=inside, other=0.0).to(tl.float32)[None, :]
+    i = tl.arange(0, 2 * BLOCK_P)
+    if NEIGHBOURS:
+        at, known = i, i < ROTATED
+    else:
+        at = i % BLOCK_P + i // BLOCK_P * PAIRS
+        known = i % BLOCK_P < PAIRS
+    at = (FIRST + at)[None, :]
     row = k + token * WIDTH
     to = keys + tl.load(slots + token) * WIDTH
     d = tl.arange(0, BLOCK_D)
     tl.store(to + d, tl.load(row + d, mask=d < FIRST), mask=d < FIRST)
-    one, other = _turned(row, low, high, inside, c, s)
-    tl.store(to + low, one.to(keys.dtype.element_ty), mask=inside)
-    tl.store(to + high, other.to(keys.dtype.element_ty), mask=inside)
-    head = tl.arange(0, BLOCK_H)
-    heads = q + (token * HEADS + head)[:, None] * WIDTH
-    mask = (head < HEADS)[:, None] & inside[None, :]
-    one, other = _turned(heads, low[None, :], high[None, :], mask, c[None, :], s[None, :])
-    tl.store(heads + low[None, :], one.to(q.dtype.element_ty), mask=mask)
-    tl.store(heads + high[None, :], other.to(q.dtype.element_ty), mask=mask)
+    _turn(row + at, to + at, known[None, :], c, s, 1, BLOCK_P, NEIGHBOURS)
+    head = tl.arange(0, BLOCK_H)[:, None]
+    heads = q + token * (HEADS * WIDTH) + head * WIDTH + at
+    _turn(heads, heads, (head < HEADS) & known[None, :], c, s, BLOCK_H, BLOCK_P, NEIGHBOURS)
 
 
 # fmt: on

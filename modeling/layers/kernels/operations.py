@@ -72,6 +72,24 @@ def _pairs(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _put(
+    at: "Pointer", low: "Any", high: "Any", mask: "Any",
+    first: "Any", second: "Any", in_half: "Any",
+    half: tl.constexpr, width: tl.constexpr, neighbours: tl.constexpr,
+) -> None:
+    """Store both numbers of pairs of the heads at `at`, those of `mask`."""
+    low, high = low.to(at.dtype.element_ty), high.to(at.dtype.element_ty)
+    if neighbours:
+        # Each of the two alone would write every other number, which takes many times as long.
+        both = tl.reshape(tl.join(low, high), [low.shape[0], 2 * width])
+        whole = tl.arange(0, 2 * width)[None, :]
+        tl.store(at + whole, both, mask=mask & (whole < 2 * half))
+    else:
+        tl.store(at + first, low, mask=mask & in_half)
+        tl.store(at + second, high, mask=mask & in_half)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _rotate_and_store(
     q: "Pointer", k: "Pointer", v: "Pointer", out: "Pointer",
     q_stride: "Any", k_stride: "Any", v_stride: "Any", out_stride: "Any",
@@ -97,14 +115,12 @@ def _rotate_and_store(
     columns = tl.arange(0, width)[None, :]
     keys_end = num_heads + num_kv_heads
     in_half = columns < half
-    inside = (heads < keys_end + num_kv_heads) & in_half
-    is_query = inside & (heads < num_heads)
-    is_key = inside & (heads >= num_heads) & (heads < keys_end)
-    is_value = inside & (heads >= keys_end)
+    of_query = heads < num_heads
+    of_key = (heads >= num_heads) & (heads < keys_end)
+    of_value = (heads >= keys_end) & (heads < keys_end + num_kv_heads)
     first, second = _pairs(half, rotated, neighbours, columns)
     if normed:
         # No kernel writes weights: they are loaded while the kernel before still runs.
-        of_query, of_key = heads < num_heads, heads < keys_end
         low_factors = tl.load(q_weight + first, mask=in_half, other=0.0)
         high_factors = tl.load(q_weight + second, mask=in_half, other=0.0)
         k_low = tl.load(k_weight + first, mask=in_half, other=0.0)
@@ -115,9 +131,9 @@ def _rotate_and_store(
         if normed > 2:
             v_low = tl.load(v_weight + first, mask=in_half, other=0.0)
             v_high = tl.load(v_weight + second, mask=in_half, other=0.0)
-            low_factors = tl.where(of_key, low_factors, v_low)
-            high_factors = tl.where(of_key, high_factors, v_high)
-            eps = tl.where(of_key, eps, v_eps)
+            low_factors = tl.where(of_value, v_low, low_factors)
+            high_factors = tl.where(of_value, v_high, high_factors)
+            eps = tl.where(of_value, v_eps, eps)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -126,12 +142,22 @@ def _rotate_and_store(
     queries = q + token * q_stride + heads * 2 * half
     own_keys = k + token * k_stride + (heads - num_heads) * 2 * half
     own_values = v + token * v_stride + (heads - keys_end) * 2 * half
-    raw_low = _of_parts(
-        queries + first, own_keys + first, own_values + first, is_query, is_key, is_value
-    )
-    raw_high = _of_parts(
-        queries + second, own_keys + second, own_values + second, is_query, is_key, is_value
-    )
+    if neighbours:
+        whole = tl.arange(0, 2 * width)[None, :]
+        known = whole < 2 * half
+        both = _of_parts(
+            queries + whole, own_keys + whole, own_values + whole,
+            of_query & known, of_key & known, of_value & known,
+        )
+        raw_low, raw_high = tl.split(tl.reshape(both, [block, width, 2]))
+    else:
+        is_query, is_key, is_value = of_query & in_half, of_key & in_half, of_value & in_half
+        raw_low = _of_parts(
+            queries + first, own_keys + first, own_values + first, is_query, is_key, is_value
+        )
+        raw_high = _of_parts(
+            queries + second, own_keys + second, own_values + second, is_query, is_key, is_value
+        )
     low, high = raw_low.to(tl.float32), raw_high.to(tl.float32)
     if normed:
         mean = tl.sum(low * low + high * high, axis=1, keep_dims=True) / (2 * half)
@@ -154,21 +180,19 @@ def _rotate_and_store(
 
     # k and v are read from the cache.
     query = out + token * out_stride + heads * 2 * half
-    tl.store(query + first, new_low, mask=is_query)
-    tl.store(query + second, new_high, mask=is_query)
+    _put(query, new_low, new_high, of_query, first, second, in_half, half, width, neighbours)
     if num_kv_heads:
         if largest:
+            is_key, is_value = of_key & in_half, of_value & in_half
             new_low = _clamped(new_low, key_factor, largest, clamped, is_key)
             new_high = _clamped(new_high, key_factor, largest, clamped, is_key)
             raw_low = _clamped(raw_low, value_factor, largest, clamped + 1, is_value)
             raw_high = _clamped(raw_high, value_factor, largest, clamped + 1, is_value)
         cached = tl.load(slots + token) * num_kv_heads * 2 * half
         key = keys + cached + (heads - num_heads) * 2 * half
-        tl.store(key + first, new_low.to(keys.dtype.element_ty), mask=is_key)
-        tl.store(key + second, new_high.to(keys.dtype.element_ty), mask=is_key)
+        _put(key, new_low, new_high, of_key, first, second, in_half, half, width, neighbours)
         value = values + cached + (heads - keys_end) * 2 * half
-        tl.store(value + first, raw_low.to(values.dtype.element_ty), mask=is_value)
-        tl.store(value + second, raw_high.to(values.dtype.element_ty), mask=is_value)
+        _put(value, raw_low, raw_high, of_value, first, second, in_half, half, width, neighbours)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -14,7 +14,7 @@ CUDA = torch.device("cuda")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("tokens", [1, 2, 3, 64, 129, 250])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 64, 129, 250, 300, 700])
 def test_experts(dtype: torch.dtype, tokens: int) -> None:
     """Launched and captured: the graph's second replay finds what the first one left."""
     kernels = pytest.importorskip("modeling.layers.kernels.experts")

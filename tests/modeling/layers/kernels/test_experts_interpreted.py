@@ -40,7 +40,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch, is_tiled: bool) -> Any:
         for name in names:
             monkeypatch.setattr(module, name, Interpreted(getattr(module, name)._kernel))
     if is_tiled:
-        cut = kernels.PROMPT_CUTS[0]
+        cut = replace(kernels.PROMPT_CUT, pairs=64)
         monkeypatch.setattr(kernels, "_cut", lambda *sizes: fitted(cut, *sizes[-2:]))
     return kernels
 
@@ -50,7 +50,8 @@ def fitted(cut: Any, hidden: int, width: int) -> Any:
 
 
 STEPS = [(1, 2, False), (2, 3, False), (5, 3, False), (37, 2, False), (2, 1, True), (37, 4, True)]
-"""Tokens, experts of each, and whether programs are of tiles."""
+STEPS += [(92, 4, True)]
+"""Tokens, experts of each, and whether programs are of tiles; the last has tiles of all widths."""
 
 
 @pytest.mark.parametrize(("tokens", "active", "is_tiled"), STEPS)
@@ -135,7 +136,7 @@ def test_experts_adapted(
     down = torch.randn(count, hidden, width).mul(0.1).half()
     shares, ids = torch.randn(tokens, count).softmax(-1).topk(active)
     table, own = pools(count, hidden, width)
-    slots = torch.tensor([2, 1, -1, 3, 0] * 8)[:tokens].int()
+    slots = torch.tensor([2, 1, -1, 3, 0] * 19)[:tokens].int()
     deltas = pairs.PairDeltas(slots, table, own, MAPS)
     layer = kernels.LayerDeltas(deltas, (1, 2), 4, at)
     counts = torch.zeros(count, dtype=torch.int32)
