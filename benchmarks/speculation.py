@@ -3,9 +3,10 @@
 One rank's runner under the real scheduler, in one process: random base weights with a head of
 zeros, so that each answer is token 0 and repeats itself: the easiest text to look up. Of the
 drafts found so, a share is made wrong on purpose. With `--heads`, Medusa heads of zeros guess it
-instead, at their full cost, with `--eagle3` EAGLE-3 heads, and as many of their guesses are made
-wrong. Each case is run with and without drafts, by turns. It needs one GPU, or `--device cpu` with
-`--layers 1` (`--layers 4` for EAGLE-3).
+instead, at their full cost, with `--eagle3` EAGLE-3 heads, with `--mtp` the layer behind the
+shape's last one, and as many of their guesses are made wrong. As all tokens are alike, they choose
+the same experts of a mixture. Each case is run with and without drafts, by turns. It needs one GPU,
+or `--device cpu` with `--layers 1` (`--layers 4` for EAGLE-3).
 """
 
 import argparse
@@ -226,6 +227,10 @@ def make_runner(
         shape = json.loads((folder / "config.json").read_text())
         named = str(write_eagle3(folder / "heads", shape))
         guessing = {"kind": SpeculationKind.EAGLE3, "model": named}
+    if options.mtp:
+        path = folder / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "num_nextn_predict_layers": 1}))
+        guessing = {"kind": SpeculationKind.MTP}
     total, step = PROMPT + options.tokens, min(rows, PROMPTS_AT_ONCE) * PROMPT
     config = EngineConfig(
         model=ModelConfig(id=str(folder), load_format=LoadFormat.DUMMY),
@@ -286,7 +291,7 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
             print(f"{'':9} ms of a step, by the length of its drafts: {costs}", flush=True)
 
     restore_head()
-    if options.heads or options.eagle3:
+    if options.heads or options.eagle3 or options.mtp:
         return
     compare(runner, limits, drafting, options.tokens)
 
@@ -328,6 +333,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--right", type=float, nargs="+", default=[1.0, 0.7, 0.0])
     parser.add_argument("--heads", type=int, default=0, help="Medusa heads that guess; 0: none")
     parser.add_argument("--eagle3", action="store_true", help="EAGLE-3 heads guess")
+    parser.add_argument("--mtp", action="store_true", help="the layer behind the last one guesses")
     parser.add_argument("--drafts", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--turns", type=int, default=3)

@@ -187,17 +187,24 @@ class SpeculationKind(StrEnum):
     or the answer.
     MEDUSA: what heads beside the model's own make of its hidden states.
     EAGLE3: what a small decoder layer makes of the states of three of the model's layers.
+    MTP: what the layer behind the model's last one makes of its hidden states.
     """
 
     NONE = "none"
     PROMPT_LOOKUP = "prompt_lookup"
     MEDUSA = "medusa"
     EAGLE3 = "eagle3"
+    MTP = "mtp"
 
     @property
     def reads_heads(self) -> bool:
         """Whether it has files of its own."""
         return self in (SpeculationKind.MEDUSA, SpeculationKind.EAGLE3)
+
+    @property
+    def is_layer(self) -> bool:
+        """Whether a decoder layer beside the model's guesses."""
+        return self in (SpeculationKind.EAGLE3, SpeculationKind.MTP)
 
 
 DRAFT_LENGTHS = (1, 3, 8)

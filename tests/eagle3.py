@@ -85,7 +85,63 @@ def rotated(x: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
 
-class Heads(nn.Module):
+class Guesses(nn.Module):
+    """A layer that guesses token after token over a target's states.
+
+    guessed: the tokens that can be guessed, ascending; None: all.
+    """
+
+    guessed: Tensor | None = None
+
+    def inner(self, tokens: Tensor, states: Tensor, given: Sequence[Tensor] = ()) -> Tensor:
+        """g [n, width] of n entries: tokens [n]; states of the first ones, `given` of the last."""
+        raise NotImplementedError
+
+    def logits(self, g: Tensor) -> Tensor:
+        """[n, width] to [n, vocab]."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def chain(
+        self, text: Sequence[int], states: Tensor, at: int, count: int, pick: Pick
+    ) -> tuple[list[int], Tensor]:
+        """`count` tokens guessed behind position at + 1, and their logits [count, vocab].
+
+        states: [text, width of all], of which those up to `at` are read.
+        """
+        found: list[int] = []
+        given: list[Tensor] = []
+        made = []
+        for ahead in range(count):
+            tokens = torch.tensor([*text[1 : at + 2], *found])
+            g = self.inner(tokens, states[: at + 1], given)[-1]
+            made.append(self.logits(g[None])[0])
+            found.append(pick(made[-1], at + 2 + ahead))
+            given.append(g)
+        return found, torch.stack(made)
+
+    def train_on(self, texts: Sequence[tuple[Tensor, Sequence[int]]], steps: int = 60) -> None:
+        """Learn what follows; texts: states [n, width of all] and the n tokens of each."""
+        optimiser = torch.optim.Adam(
+            [each for each in self.parameters() if each.requires_grad], 0.01
+        )
+        for _ in range(steps):
+            loss = torch.zeros(())
+            for states, text in texts:
+                tokens = torch.tensor(text)
+                g = self.inner(tokens[1:-1], states[:-2])
+                wanted = tokens[2:]
+                if self.guessed is not None:
+                    known = torch.isin(wanted, self.guessed)
+                    g, wanted = g[known], wanted[known]
+                loss = loss + F.cross_entropy(self.logits(g), wanted)
+            optimiser.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimiser.step()
+        self.requires_grad_(False)
+
+
+class Heads(Guesses):
     """Heads over three states of `width` each.
 
     embedding: the target's, [vocab, width]. guessed: the tokens that can be guessed, ascending;
@@ -120,43 +176,6 @@ class Heads(nn.Module):
         whole = torch.full((len(own), len(self.embedding)), float("-inf"))
         whole[:, self.guessed] = own
         return whole
-
-    @torch.no_grad()
-    def chain(
-        self, text: Sequence[int], states: Tensor, at: int, count: int, pick: Pick
-    ) -> tuple[list[int], Tensor]:
-        """`count` tokens guessed behind position at + 1, and their logits [count, vocab].
-
-        states: [text, 3 * width], of which those up to `at` are read.
-        """
-        found: list[int] = []
-        given: list[Tensor] = []
-        made = []
-        for ahead in range(count):
-            tokens = torch.tensor([*text[1 : at + 2], *found])
-            g = self.inner(tokens, states[: at + 1], given)[-1]
-            made.append(self.logits(g[None])[0])
-            found.append(pick(made[-1], at + 2 + ahead))
-            given.append(g)
-        return found, torch.stack(made)
-
-    def train_on(self, texts: Sequence[tuple[Tensor, Sequence[int]]], steps: int = 60) -> None:
-        """Learn what follows; texts: states [n, 3 * width] and the n tokens of each."""
-        optimiser = torch.optim.Adam(self.parameters(), 0.01)
-        for _ in range(steps):
-            loss = torch.zeros(())
-            for states, text in texts:
-                tokens = torch.tensor(text)
-                g = self.inner(tokens[1:-1], states[:-2])
-                wanted = tokens[2:]
-                if self.guessed is not None:
-                    known = torch.isin(wanted, self.guessed)
-                    g, wanted = g[known], torch.searchsorted(self.guessed, wanted[known])
-                loss = loss + F.cross_entropy(self.lm_head(self.norm(g)), wanted)
-            optimiser.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimiser.step()
-        self.requires_grad_(False)
 
     def write(self, folder: Path, speculators: bool = False, **config: Any) -> Path:
         """Save them as SpecForge does, or as speculators does, and return the folder."""

@@ -1,4 +1,4 @@
-"""How worker processes share out the tests (`-n 2`)."""
+"""How worker processes share out the tests (`-n 3`)."""
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
@@ -10,7 +10,8 @@ OF_RAY = "tests/end_to_end/"
 class ByFile(LoadScopeScheduling):  # type: ignore[misc]
     """A file's tests run on one worker, and all tests that start Ray on the one with the first.
 
-    Those wait for processes more than they compute, so the other worker has the cores meanwhile.
+    Those wait for processes more than they compute, so other workers have the cores meanwhile: one
+    more of them than there are cores.
     """
 
     def _split_scope(self, nodeid: str) -> str:

@@ -9,7 +9,7 @@ its attention reads [norm(embedding); norm(f)]. Names in the files are those of 
 (`midlayer.`) or of speculators (`layers.0.`).
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -18,14 +18,14 @@ from torch.nn import functional as F
 
 from configs.architectures.eagle3 import Eagle3Architecture, load_eagle3
 from configs.architectures.rope import POSITIONS_PER_SET
-from modeling.attention.base import AttentionSpec, AttentionStep
-from modeling.attention.kv_cache import LayerCache
+from modeling.attention.base import AttentionSpec
 from modeling.layers.activation import ACTIVATIONS
 from modeling.layers.angles import Angles
 from modeling.layers.attention import rotate_and_store, split_heads
 from modeling.layers.norm import RMSNorm
 from modeling.layers.rotary import Rotary
 from modeling.models.base import PagedModel
+from modeling.models.draft_layer import DraftStep
 from sharding.checkpoint import CheckpointError, open_checkpoint
 from sharding.embedding import ParallelHead, VocabParallelEmbedding
 from sharding.group import TensorParallel
@@ -35,21 +35,6 @@ from sharding.slicing import cut_heads, cut_width
 
 LAYERS = ("model.midlayer", "model.layers.0")
 """The layer's names; files may lack the first part."""
-
-
-@dataclass(frozen=True)
-class DraftStep:
-    """Where tokens of one forward lie: m rows, T tokens.
-
-    cache: the layer's. slots: int64 [T]. cu_seqlens: int32 [m + 1]. tables: int32 [m, pages].
-    attention: as the backend has prepared it.
-    """
-
-    cache: LayerCache
-    slots: Tensor
-    cu_seqlens: Tensor
-    tables: Tensor
-    attention: AttentionStep
 
 
 class Eagle3Layer(nn.Module):
@@ -104,9 +89,9 @@ class Eagle3Layer(nn.Module):
 
 
 class Eagle3Heads(nn.Module):
-    """The heads of a target model on one rank.
+    """The heads of a target model on one rank; a `DraftLayer`.
 
-    layers: of the target, read behind each. vocab_size: the target's.
+    layers: of the target, read behind each.
     """
 
     def __init__(self, config: Eagle3Architecture, model: PagedModel, weights: Weights) -> None:
@@ -127,8 +112,10 @@ class Eagle3Heads(nn.Module):
         # In a tuple what is the target's is no module of this one.
         self._embedding = (embedding or model.embedding,)
         self.vocab_size = vocab_size
+        self.width, self.states_width = size, self.fc.shape[1]
+        self.dtype, self.device = weights.dtype, weights.device
         count = config.draft_vocab_size or vocab_size
-        self._head = (model,)
+        self._model = (model,)
         self.lm_head: ParallelHead | None = None
         if count != vocab_size or weights.has("lm_head.weight"):
             self.lm_head = ParallelHead("lm_head", count, size, weights)
@@ -141,7 +128,12 @@ class Eagle3Heads(nn.Module):
         weights.leave("t2d")
         self._rotary = Rotary(config.rope, config.head_dim, weights.dtype, weights.device)
 
-    def attention_spec(self, page_size: int, dtype: torch.dtype) -> AttentionSpec:
+    @property
+    def sources(self) -> Sequence[nn.Module]:
+        """The target's layers; see `DraftLayer`."""
+        return [self._model[0].decoder_layers[index] for index in self.layers]
+
+    def attention_spec(self, page_size: int) -> AttentionSpec:
         """What a backend must serve; page_size: tokens of a page."""
         return AttentionSpec(
             num_heads=self.layer.heads.num_heads,
@@ -149,11 +141,11 @@ class Eagle3Heads(nn.Module):
             head_dim=self.config.head_dim,
             scale=self.config.head_dim**-0.5,
             page_size=page_size,
-            dtype=dtype,
-            device=self.fc.device,
+            dtype=self.dtype,
+            device=self.device,
         )
 
-    def states(self, inner: Tensor) -> Tensor:
+    def from_target(self, inner: Tensor) -> Tensor:
         """The target's states behind `layers`, [tokens, layers * width], to f [tokens, hidden]."""
         return F.linear(inner, self.fc)
 
@@ -173,7 +165,7 @@ class Eagle3Heads(nn.Module):
         """[n, hidden] to [n, the target's vocab_size]; -inf for tokens that are never guessed."""
         normed = self.norm(g)[0]
         if self.lm_head is None:
-            return self._head[0].head(normed, None)
+            return self._model[0].head(normed, None)
         logits: Tensor = self.lm_head(normed)
         if self._targets is None:
             return logits

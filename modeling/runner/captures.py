@@ -22,10 +22,10 @@ from modeling.runner.cuda_graphs import (
     StepOutputs,
     graph_sizes,
 )
-from modeling.runner.eagle3_graphs import ChainGraphs, Eagle3Graphs, EntryGraphs
-from modeling.runner.eagle3_guesses import Eagle3Guesser
 from modeling.runner.forward import PagedForward
 from modeling.runner.graph_recorder import GraphRecorder, PieceRecorder
+from modeling.runner.layer_graphs import ChainGraphs, EntryGraphs, LayerGraphs
+from modeling.runner.layer_guesses import LayerGuesser
 from modeling.runner.memory import GRAPH_BYTES, PIECE_BYTES
 from modeling.runner.pieces import CapturedParts
 from modeling.runner.piecewise import PiecewiseGraphs, piecewise_sizes
@@ -75,13 +75,13 @@ class StepGraphs(NamedTuple):
     """A runner's captured steps; None where there are none.
 
     checked: those that check drafts, by tokens of a row, ascending.
-    heads: EAGLE-3's entries and guesses.
+    heads: entries and guesses of a layer beside the model.
     """
 
     decode: DecodeGraphs | None
     mixed: PiecewiseGraphs | None
     checked: tuple[DecodeGraphs, ...] = ()
-    heads: Eagle3Graphs | None = None
+    heads: LayerGraphs | None = None
 
     @property
     def all(self) -> tuple[DecodeGraphs | PiecewiseGraphs | ChainGraphs | EntryGraphs, ...]:
@@ -151,12 +151,12 @@ def capture(
     device: torch.device,
     forward: PagedForward,
     checking: Sequence[AttentionBackend] = (),
-    guesser: Eagle3Guesser | None = None,
+    guesser: LayerGuesser | None = None,
 ) -> StepGraphs:
     """Prepare steps of these sizes to be recorded.
 
     forward: the model, as mixed steps compute it. checking: the attention of steps
-    that check drafts. guesser: EAGLE-3's; its entries and guesses are captured too.
+    that check drafts. guesser: a layer's; its entries and guesses are captured too.
     """
     decode = mixed = heads = None
     checked: list[DecodeGraphs] = []

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from configs.adapters import AdaptersConfig
-from configs.engine import AttentionKind, EngineConfig, SpeculationKind
+from configs.engine import EngineConfig
 from modeling.adapters.bank import (
     AdapterBank,
     BankSize,
@@ -23,20 +23,25 @@ from modeling.adapters.projection import WHOLE_KINDS, ProjectionKind
 from modeling.adapters.score import ScoreHeads
 from modeling.attention.base import AttentionBackend
 from modeling.attention.clamping import ClampWatch
-from modeling.attention.kv_layout import KvLayout, allocate_blocks
-from modeling.attention.select import select_attention, select_checking
+from modeling.attention.kv_layout import allocate_blocks
+from modeling.attention.select import select_checking
 from modeling.models.base import PagedModel
-from modeling.models.eagle3 import Eagle3Heads
 from modeling.quantisation.coded import codes_alone, keep_dequantised
 from modeling.runner.block_tables import BatchSize
 from modeling.runner.cache import choose_cache
 from modeling.runner.captures import GraphSizes, StepGraphs, capture, graph_sizes_of
 from modeling.runner.cuda_graphs import GraphParts
-from modeling.runner.eagle3_guesses import Eagle3Drafter
 from modeling.runner.fitting import smaller_form, weight_sizes
 from modeling.runner.forward import PagedForward
 from modeling.runner.input_batch import InputBatch
-from modeling.runner.loading import LoadedModel, load_model, read_eagle3, read_heads, total_tokens
+from modeling.runner.layer_guesses import LayerDrafter
+from modeling.runner.loading import (
+    LoadedModel,
+    load_model,
+    read_draft_layer,
+    read_heads,
+    total_tokens,
+)
 from modeling.runner.memory import (
     CACHE_SETTINGS,
     POOL_SETTINGS,
@@ -117,7 +122,7 @@ def load_paged(config: EngineConfig, group: TensorParallel, device: torch.device
             adapter_plan=plan,
             norms=AdaptedNorms(bank, model.norms()),
             heads=read_heads(config, model, group),
-            drafter=_drafter(config, read_eagle3(config, model, group), model, cache),
+            drafter=LayerDrafter.of(read_draft_layer(config, weights, group), config, cache),
         )
     )
 
@@ -140,7 +145,7 @@ def _allocate_states(config: EngineConfig, model: PagedModel) -> None:
     states, count, kind = model.states, config.limits.max_running, config.speculation.kind
     if states is None:
         return
-    if kind in (SpeculationKind.MEDUSA, SpeculationKind.EAGLE3):
+    if kind.reads_heads or kind.is_layer:
         raise ValueError(
             f"engine.speculation.kind {kind.value}: this model has recurrent layers, of which no "
             "state can go back behind wrong guesses: set it to none"
@@ -165,28 +170,6 @@ def _bank(weights: LoadedModel, size: BankSize, device: torch.device) -> Adapter
     linears = base_linears(cast(nn.Module, model))
     with fitting(POOL_SETTINGS):
         return AdapterBank(model.projections, size, model.dtype, device, rows, linears)
-
-
-def _drafter(
-    config: EngineConfig, heads: Eagle3Heads | None, model: PagedModel, cache: KvLayout
-) -> Eagle3Drafter | None:
-    """Return EAGLE-3 heads over the block tables of layers that see all tokens."""
-    if heads is None:
-        return None
-    first = cache.groups[0]
-    if first.kv.forgets:
-        raise ValueError(
-            "EAGLE-3 heads read all tokens, and each layer of this model has a window: set "
-            "engine.speculation.kind to medusa or prompt_lookup"
-        )
-    spec = heads.attention_spec(first.spec.page_size, model.dtype)
-    # Its decode rows are planned in each step, which costs least with our own kernels.
-    wanted = AttentionKind.AUTO if model.device.type == "cpu" else AttentionKind.TRITON
-    backend = select_attention(wanted, spec).backend
-    rows, most = config.limits.max_running, config.speculation.max_tokens
-    return Eagle3Drafter.of(
-        heads, model.decoder_layers, cache, backend, rows, most, config.speculation.max_running
-    )
 
 
 def _page_bytes(config: AdaptersConfig, model: PagedModel) -> tuple[int, int]:

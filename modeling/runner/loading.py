@@ -23,7 +23,8 @@ from modeling.adapters.whole_linears import whole_projections
 from modeling.attention.kv_cache import FP8, CacheScales
 from modeling.attention.scales import stored_scales
 from modeling.models.base import PagedModel
-from modeling.models.eagle3 import Eagle3Heads, load_eagle3_heads
+from modeling.models.draft_layer import DraftLayer
+from modeling.models.eagle3 import load_eagle3_heads
 from modeling.models.generic.stored_experts import StoredMatrices
 from modeling.models.medusa import MedusaHeads, load_heads
 from modeling.models.select import build_model
@@ -33,13 +34,13 @@ from modeling.runner.memory import device_memory
 from sharding.checkpoint import Checkpoint, DummySource, open_checkpoint
 from sharding.group import TensorParallel
 from sharding.linear_weight import LinearWeight
-from sharding.loader import Weights
+from sharding.loader import LinearFormat, Weights
 from sharding.progress import timed
 from sources.model import fetch_model
 
-EAGLE3_LAUNCHED_ON: tuple[str, ...] = ("cpu",)
-"""Types of devices on which EAGLE-3 heads pay without CUDA graphs. On a GPU each guess is some
-fifty launches, and waits for the step's samples on the host."""
+LAUNCHED_ON: tuple[str, ...] = ("cpu",)
+"""Types of devices on which a layer that guesses pays without CUDA graphs. On a GPU each guess is
+some fifty launches, and waits for the step's samples on the host."""
 
 
 @dataclass(frozen=True)
@@ -94,24 +95,11 @@ def load_model(config: EngineConfig, group: TensorParallel, device: torch.device
     architecture = load_architecture(folder).with_rope_length(config.model.dynamic_rope_length)
     architecture = architecture.with_expert_parallel(config.expert_parallel)
     source: Checkpoint | DummySource
+    source, form = _source(config, architecture, device)
+    dtype = find_dtype(config.model.dtype, architecture, stored_dtype(source, folder))
     scales = None
-    is_dummy = config.model.load_format is LoadFormat.DUMMY
-    if is_dummy:
-        dtype = find_dtype(config.model.dtype, architecture, torch.float32)
-        source = DummySource(device, dtype)
-    else:
-        source = open_checkpoint(folder, config.model.allow_pickle)
-        if architecture.larger_type is not None:
-            # Here, not above: other models start without transformers.
-            from modeling.models.larger_names import decoder_names
-
-            names = decoder_names(architecture.larger_type, architecture.outer_parts)
-            source.keep_part(names)
-        dtype = find_dtype(config.model.dtype, architecture, stored_dtype(source, folder))
-        if config.cache.dtype is CacheDType.FP8:
-            scales = stored_scales(source, architecture.num_layers)
-    find_format = format_of_dummies if is_dummy else linear_format
-    form = find_format(architecture.quantisation, config.model.quantize)
+    if config.cache.dtype is CacheDType.FP8 and isinstance(source, Checkpoint):
+        scales = stored_scales(source, architecture.num_layers)
     free = device_memory(device).free if device.type == "cuda" else 0
     try:
         model = build_model(architecture, Weights(source, group, dtype, device, form))
@@ -136,6 +124,23 @@ def load_model(config: EngineConfig, group: TensorParallel, device: torch.device
     )
 
 
+def _source(
+    config: EngineConfig, architecture: ModelArchitecture, device: torch.device
+) -> tuple[Checkpoint | DummySource, LinearFormat | None]:
+    """Return the model's tensors, and how those of linear maps are stored."""
+    if config.model.load_format is LoadFormat.DUMMY:
+        dtype = find_dtype(config.model.dtype, architecture, torch.float32)
+        form = format_of_dummies(architecture.quantisation, config.model.quantize)
+        return DummySource(device, dtype), form
+    source = open_checkpoint(fetch_model(config.model), config.model.allow_pickle)
+    if architecture.larger_type is not None:
+        # Here, not above: other models start without transformers.
+        from modeling.models.larger_names import decoder_names
+
+        source.keep_part(decoder_names(architecture.larger_type, architecture.outer_parts))
+    return source, linear_format(architecture.quantisation, config.model.quantize)
+
+
 def read_heads(
     config: EngineConfig, model: PagedModel, group: TensorParallel
 ) -> MedusaHeads | None:
@@ -146,27 +151,38 @@ def read_heads(
     return load_heads(folder, model, group)
 
 
-def read_eagle3(
-    config: EngineConfig, model: PagedModel, group: TensorParallel
-) -> Eagle3Heads | None:
-    """Return this rank's part of the EAGLE-3 heads that are configured; None without.
+def read_draft_layer(
+    config: EngineConfig, loaded: LoadedModel, group: TensorParallel
+) -> DraftLayer | None:
+    """Return this rank's part of the layer that guesses, if one is configured.
 
-    ValueError where they do not run: on GPUs without captured steps, and beside layers of which
+    ValueError where it does not run: on GPUs without captured steps, and beside layers of which
     states cannot be read.
     """
-    folder = _heads_folder(config)
-    if folder is None or config.speculation.kind is not SpeculationKind.EAGLE3:
+    kind, model, folder = config.speculation.kind, loaded.model, _heads_folder(config)
+    if not kind.is_layer:
         return None
-    other = "set engine.speculation.kind to medusa or prompt_lookup"
+    other = "set engine.speculation.kind to prompt_lookup or none"
     is_captured = config.cuda_graphs is not CudaGraphs.NONE and model.capturable
-    if model.device.type not in EAGLE3_LAUNCHED_ON and not is_captured:
+    if model.device.type not in LAUNCHED_ON and not is_captured:
         raise ValueError(
-            "EAGLE-3 heads cost more than they bring where steps are not captured: set "
-            f"engine.cuda_graphs to decode or all, if this model's steps can be, or {other}"
+            f"engine.speculation.kind {kind.value} costs more than it brings where steps are not "
+            "captured: set engine.cuda_graphs to decode or all, if this model's steps can be, or "
+            f"{other}"
         )
+    if folder is None:
+        return _read_mtp(config, loaded, group)
     if len(model.decoder_layers) != model.num_layers:
         raise ValueError(f"EAGLE-3 heads cannot read the states of this model's layers: {other}")
     return load_eagle3_heads(folder, model, group, config.model.allow_pickle)
+
+
+def _read_mtp(config: EngineConfig, loaded: LoadedModel, group: TensorParallel) -> DraftLayer:
+    # Here, not above: other models start without transformers.
+    from modeling.models.generic.mtp import load_mtp
+
+    source, form = _source(config, loaded.architecture, loaded.model.device)
+    return load_mtp(loaded.model, loaded.architecture, source, group, form)
 
 
 def adapters_heads(config: EngineConfig, width: int) -> tuple[Projection, ...]:
@@ -265,8 +281,10 @@ def find_dtype(wanted: DType, architecture: ModelArchitecture, stored: torch.dty
     return stored if name is None else torch_dtype(name)
 
 
-def stored_dtype(source: Checkpoint, folder: Path) -> torch.dtype:
+def stored_dtype(source: Checkpoint | DummySource, folder: Path) -> torch.dtype:
     """Return the type of the checkpoint's first tensor, but for those that are quantised."""
+    if isinstance(source, DummySource):
+        return torch.float32
     names = sorted(source.names())
     if not names:
         raise ValueError(f"{folder}: the checkpoint holds no tensors")

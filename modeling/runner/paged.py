@@ -31,10 +31,10 @@ from modeling.runner.block_tables import Ints
 from modeling.runner.cache import Choices
 from modeling.runner.captures import StepGraphs
 from modeling.runner.cuda_graphs import HeadForward
-from modeling.runner.eagle3_guesses import Eagle3Drafter, Eagle3Guesser
 from modeling.runner.forward import PagedForward, StepPlans, TailStep, prepare
 from modeling.runner.guesses import GuessedRows, Guesser, guess
 from modeling.runner.input_batch import InputBatch, StepInputs, StepLayout
+from modeling.runner.layer_guesses import LayerDrafter, LayerGuesser
 from modeling.runner.loading import LoadedModel
 from modeling.runner.outputs import step_output
 from modeling.runner.report import RunnerReport
@@ -56,7 +56,7 @@ class PagedParts(RunnerParts):
     attention: the backends that read the cache.
     adapter_plan: the captured steps' adapters; None where the kernel cannot be captured.
     norms: the model's, with those of adapters.
-    heads: Medusa's, drafter: EAGLE-3's, guess tokens; None without.
+    heads: Medusa's, drafter: a layer beside the model, guess tokens; None without.
     """
 
     weights: LoadedModel
@@ -65,7 +65,7 @@ class PagedParts(RunnerParts):
     adapter_plan: AdapterStepPlan | None
     norms: AdaptedNorms
     heads: MedusaHeads | None = None
-    drafter: Eagle3Drafter | None = None
+    drafter: LayerDrafter | None = None
 
     @property
     def has_expert_kernels(self) -> bool:
@@ -82,19 +82,19 @@ class PagedParts(RunnerParts):
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of one cache block, with EAGLE-3's entries of its tokens."""
+        """Bytes of one cache block, with a drafter's entries of its tokens."""
         own = 0 if self.drafter is None else self.drafter.spec.bytes_per_page
         return self.cache.bytes_per_block + own
 
     @property
     def split(self) -> SplitModel | None:
-        """The model, if its steps with prompts end early; EAGLE-3's heads read whole layers."""
+        """The model, if its steps with prompts end early; a drafter reads states of all tokens."""
         return self.weights.model.split if self.drafter is None else None
 
     def graph_forward(self, forward: PagedForward) -> tuple[HeadForward, int]:
         """Return what captured steps compute, and the width of the states that they keep."""
         if self.drafter is not None:
-            width = self.drafter.heads.fc.shape[1]
+            width = self.drafter.heads.states_width
             return partial(forward.logits_and_inner, self.drafter.states.take), width
         if self.heads is not None:
             return forward.logits_and_states, self.weights.model.width
@@ -117,7 +117,7 @@ class StepBuffers:
     prompts: reads prompts for their logprobs and embeddings.
     clamp_watch: looks for values that an fp8 cache could not hold.
     clock: the device's idle time between steps.
-    drafts: EAGLE-3 heads with the entries of all blocks; None without.
+    drafts: a drafter with the entries of all blocks; None without.
     """
 
     forward: PagedForward
@@ -125,7 +125,7 @@ class StepBuffers:
     prompts: PromptReader
     clamp_watch: ClampWatch
     clock: StepClock
-    drafts: Eagle3Guesser | None = None
+    drafts: LayerGuesser | None = None
 
 
 class ModelRunner(BaseRunner):

@@ -14,7 +14,7 @@ from configs.engine import CudaGraphs
 from configs.wire.plan import RequestJoin, StepRow
 from configs.wire.sampling import Sampling
 from modeling.batch import ForwardBatch
-from modeling.runner import eagle3_graphs, loading
+from modeling.runner import layer_graphs, loading
 from modeling.runner.paged import ModelRunner
 from modeling.transfer import no_waits
 from scheduler import speculation
@@ -42,15 +42,15 @@ def test_heads_guess_as_in_plain_torch_and_change_no_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Greedy and sampled, over adapters and without, in chunks."""
-    monkeypatch.setattr(loading, "EAGLE3_LAUNCHED_ON", ("cpu", "cuda"))
+    monkeypatch.setattr(loading, "LAUNCHED_ON", ("cpu", "cuda"))
     monkeypatch.setattr(speculation, "MARGIN", 0.0)
-    chains, run_chain = [], eagle3_graphs.ChainGraphs.run
+    chains, run_chain = [], layer_graphs.ChainGraphs.run
 
-    def watched(self: eagle3_graphs.ChainGraphs, *given: Any) -> Tensor:
+    def watched(self: layer_graphs.ChainGraphs, *given: Any) -> Tensor:
         chains.append(self)
         return run_chain(self, *given)
 
-    monkeypatch.setattr(eagle3_graphs.ChainGraphs, "run", watched)
+    monkeypatch.setattr(layer_graphs.ChainGraphs, "run", watched)
     trained, adapters = trained_heads(tmp_path)
     for graphs in (CudaGraphs.NONE, CudaGraphs.DECODE):
         made, run = answers(trained.config, graphs, adapters, NUM_DRAFTS)
@@ -69,7 +69,7 @@ def check_rank(
     assert group.size > 1
     # Plain torch guesses for one row after the other: with all threads two ranks take minutes.
     torch.set_num_threads(1)
-    loading.EAGLE3_LAUNCHED_ON, speculation.MARGIN = ("cpu", device.type), 0.0
+    loading.LAUNCHED_ON, speculation.MARGIN = ("cpu", device.type), 0.0
     for graphs in (CudaGraphs.NONE, CudaGraphs.DECODE):
         made, run = answers(trained.config, graphs, adapters, NUM_DRAFTS, group)
         assert (run.runner.num_captured > 5) == (graphs is CudaGraphs.DECODE)
@@ -82,13 +82,10 @@ def test_two_gpus(tmp_path: Path) -> None:
     run_cuda_ranks(2, partial(check_rank, *trained_heads(tmp_path)))
 
 
-def guess_without_waiting(runner: ModelRunner, sampling: Sampling) -> None:
-    """Behind a prompt, a decode step and a draft nothing waits for the device, after a first run.
-
-    What the second run gets is what the first one got.
-    """
+def guesses(runner: ModelRunner, sampling: Sampling) -> list[list[list[int]]]:
+    """Guesses behind a prompt, a decode step and a draft, of two requests each."""
     join = RequestJoin(0, [5, 9, 33], 3, -1, sampling)
-    joins = [join, RequestJoin(1, [7, 8], 2, 0, sampling)]
+    joins = [join, RequestJoin(1, [7, 8], 2, -1, sampling)]
     batches = [
         ForwardBatch(joins, [StepRow(0, 0, 3, [3], True), StepRow(1, 0, 2, [4], True)], 4),
         ForwardBatch([], [StepRow(0, 3, 1, [], True), StepRow(1, 2, 1, [], True)], 4),
@@ -96,15 +93,17 @@ def guess_without_waiting(runner: ModelRunner, sampling: Sampling) -> None:
             [], [StepRow(0, 4, 3, [], True, drafts=(1, 2)), StepRow(1, 3, 1, [], True)], 4
         ),
     ]
+    found = [output.wait().guesses for output in [runner.step(batch) for batch in batches]]
+    return [each for each in found if each is not None]
 
-    def told() -> list[list[list[int]] | None]:
-        flying = [runner.step(batch) for batch in batches]
-        return [output.wait().guesses for output in flying]
 
-    first = told()
+def guess_without_waiting(runner: ModelRunner, sampling: Sampling) -> None:
+    """Behind a prompt, a decode step and a draft nothing waits for the device, after a first run.
+
+    What the second run gets is what the first one got.
+    """
+    first = guesses(runner, sampling)
     with no_waits():
-        second = told()
+        second = guesses(runner, sampling)
     assert first == second
-    for guesses in first:
-        assert guesses is not None
-        assert [len(each) for each in guesses] == [4, 4]
+    assert [[len(each) for each in own] for own in first] == [[4, 4]] * 3

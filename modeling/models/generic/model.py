@@ -163,6 +163,11 @@ class GenericForCausalLM(nn.Module):
         return self._embedding.base
 
     @property
+    def decoder(self) -> nn.Module:
+        """transformers' decoder: what it returns ends in what the head reads."""
+        return self._decoder
+
+    @property
     def states(self) -> RecurrentLayers | None:
         """The states of its recurrent layers; None without any."""
         return self._recurrent if self._recurrent.layers else None
@@ -294,10 +299,12 @@ class GenericForCausalLM(nn.Module):
         causal.set_submodule(names.embedding, self._embedding)
         causal.set_submodule(names.head, self._head)
 
-    def _decode(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        """int64 [tokens] each to [tokens, hidden]."""
+    def _decode(
+        self, input_ids: Tensor | None, position_ids: Tensor, embeds: Tensor | None = None
+    ) -> Tensor:
+        """Tokens int64 [tokens], or instead embeds [tokens, hidden], to [tokens, hidden]."""
         options: dict[str, Any] = {"use_cache": False}
-        if self._padded is not None:
+        if self._padded is not None and input_ids is not None:
             is_padded = (input_ids[:, None] == self._padded).any(1)
             input_ids = torch.where(is_padded, self._pad_token, input_ids)
         if self._mask is not None:
@@ -307,9 +314,10 @@ class GenericForCausalLM(nn.Module):
             options[self._cache_name] = PositionsAsLength(position_ids)
         if self._has_index:
             options["attention_mask"] = MARKS
-        given = {"input_ids": input_ids[None], "position_ids": position_ids[None]}
+        given = {"input_ids": input_ids, "inputs_embeds": embeds, "position_ids": position_ids}
+        own = {name: each[None] for name, each in given.items() if each is not None}
         with self._numbers or nullcontext():
-            out = self._decoder(**given, **options)
+            out = self._decoder(**own, **options)
         hidden: Tensor = out.last_hidden_state[0]
         return hidden
 

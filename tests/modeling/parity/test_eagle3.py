@@ -17,9 +17,9 @@ from configs.wire.plan import RequestJoin, StepRow
 from configs.wire.sampling import Sampling
 from modeling.batch import ForwardBatch
 from modeling.models.eagle3 import Eagle3Heads
-from modeling.runner import eagle3_guesses, loading
+from modeling.runner import layer_guesses, loading
 from modeling.runner.cuda_graphs import Record, graph_sizes
-from modeling.runner.eagle3_graphs import ChainGraphs, Eagle3Graphs
+from modeling.runner.layer_graphs import ChainGraphs, LayerGraphs
 from modeling.runner.load_paged import load_paged
 from modeling.runner.paged import ModelRunner
 from scheduler import speculation
@@ -71,7 +71,7 @@ class Captures(Enum):
     HEADS = "heads"
 
 
-def prepare_heads(runner: ModelRunner, states: Tensor, record: Record) -> Eagle3Graphs:
+def prepare_heads(runner: ModelRunner, states: Tensor, record: Record) -> LayerGraphs:
     """Let a CPU runner record entries and guesses; states: where its replays leave them."""
     drafter = runner._parts.drafter
     assert drafter is not None
@@ -244,14 +244,15 @@ class Trained:
             for own, text in zip(folders, self._texts, strict=True)
         ]
         torch.manual_seed(4)
-        self._heads = eagle3.Heads(embedding_of(model), tokens and sorted(tokens), speculators)
-        self._heads.train_on(list(zip(self._states, self._texts, strict=True)))
+        own = eagle3.Heads(embedding_of(model), tokens and sorted(tokens), speculators)
+        self._heads: eagle3.Guesses = own
+        own.train_on(list(zip(self._states, self._texts, strict=True)))
         ids: dict[str, Any] = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": layers}}
         if speculators:
             ids = {"eagle_aux_hidden_state_layer_ids": [each + 1 for each in layers]}
         elif layers == (1, 2, 2):
             ids = {}
-        self.config = with_heads(model, self._heads.write(folder / "heads", speculators, **ids))
+        self.config = with_heads(model, own.write(folder / "heads", speculators, **ids))
 
     def check(self, made: list[Answer], run: WatchedRanks) -> None:
         """Assert that tokens are as without heads, and drafts what plain torch guesses."""
@@ -294,9 +295,9 @@ def test_faults_on_purpose_are_noticed(
             lambda self, ids, at, *rest: right(self, ids, at // 2, *rest),
         )
     elif fault == "entries":
-        tables = eagle3_guesses.Eagle3Guesser._tables
+        tables = layer_guesses.LayerGuesser._tables
         monkeypatch.setattr(
-            eagle3_guesses.Eagle3Guesser, "_tables", lambda *given: tables(*given) * 0
+            layer_guesses.LayerGuesser, "_tables", lambda *given: tables(*given) * 0
         )
     elif fault == "begin":
         begin = ChainGraphs.begin
@@ -305,8 +306,8 @@ def test_faults_on_purpose_are_noticed(
         cumprod = Tensor.cumprod
         monkeypatch.setattr(Tensor, "cumprod", lambda self, dim: cumprod(self, dim) * 0)
     else:
-        take = eagle3_guesses.LayerStates.take
-        monkeypatch.setattr(eagle3_guesses.LayerStates, "take", lambda self: take(self).flip(1))
+        take = layer_guesses.LayerStates.take
+        monkeypatch.setattr(layer_guesses.LayerStates, "take", lambda self: take(self).flip(1))
     with pytest.raises(AssertionError, match="guesses differ"):
         compare(tmp_path, "llama", 1, MOST, False, (1, 2, 3), None, captures)
 
@@ -393,10 +394,10 @@ def test_heads_of_other_models_are_refused(tmp_path: Path) -> None:
 
 
 def test_on_gpus_heads_need_captured_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert loading.EAGLE3_LAUNCHED_ON == ("cpu",)
+    assert loading.LAUNCHED_ON == ("cpu",)
     model = write_target("llama", tmp_path / "model")
     folder = eagle3.Heads(torch.zeros(VOCAB, WIDTH)).write(tmp_path / "heads")
-    monkeypatch.setattr(loading, "EAGLE3_LAUNCHED_ON", ())
+    monkeypatch.setattr(loading, "LAUNCHED_ON", ())
     config = with_heads(model, folder)
     load_paged(config, SingleRank(), CPU)
     launched = config.model_copy(update={"cuda_graphs": CudaGraphs.NONE})
@@ -412,7 +413,7 @@ def test_entries_rest_where_no_guesses_are_wanted(
     folder = eagle3.Heads(torch.zeros(VOCAB, WIDTH)).write(tmp_path / "heads")
     runner = load_paged(with_heads(model, folder), SingleRank(), CPU).allocate()
     made: list[int] = []
-    states, at = Eagle3Heads.states, iter(range(9, 40))
+    states, at = Eagle3Heads.from_target, iter(range(9, 40))
 
     def counted(self: Eagle3Heads, inner: Tensor) -> Tensor:
         made.append(len(inner))
@@ -429,16 +430,16 @@ def test_entries_rest_where_no_guesses_are_wanted(
         batch = ForwardBatch([], [StepRow(0, start, 1, blocks, True)], guesses)
         assert (runner.step(batch).wait().guesses is None) == (guesses == 0)
 
-    monkeypatch.setattr(Eagle3Heads, "states", counted)
+    monkeypatch.setattr(Eagle3Heads, "from_target", counted)
     prompt(0, 0)
     counts = []
-    for _ in range(eagle3_guesses.RESTED + 3):
+    for _ in range(layer_guesses.RESTED + 3):
         decode(0)
         counts.append(len(made))
-    assert counts == [1] * eagle3_guesses.RESTED + [0] * 3
+    assert counts == [1] * layer_guesses.RESTED + [0] * 3
     decode(2)
     assert made
-    for _ in range(eagle3_guesses.RESTED + 1):
+    for _ in range(layer_guesses.RESTED + 1):
         decode(0)
     assert not made
     prompt(1, 8)

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads in an engine's steps: entries for all tokens, and guesses behind the last ones.
+"""A layer that guesses in an engine's steps (EAGLE-3, MTP): entries for all tokens, and guesses.
 
 Heads attend to an entry of each position, so each step computes those of its tokens, whether
 guesses are wanted or not. They lie in a cache of their own, by the block tables of the layers that
@@ -18,16 +18,18 @@ import torch
 from torch import Tensor, nn
 
 from configs.architectures.rope import POSITIONS_PER_SET
+from configs.engine import AttentionKind, EngineConfig
 from modeling.attention.base import AttentionBackend
 from modeling.attention.kv_cache import CacheSpec, allocate
 from modeling.attention.kv_layout import KvLayout
+from modeling.attention.select import select_attention
 from modeling.batch import ForwardBatch
-from modeling.models.eagle3 import DraftStep, Eagle3Heads
+from modeling.models.draft_layer import DraftLayer, DraftStep
 from modeling.runner.block_tables import GroupLayout, Ints
 from modeling.runner.cuda_graphs import Record, graph_sizes
-from modeling.runner.eagle3_graphs import Draw, Eagle3Graphs, HeadParts, Pages
 from modeling.runner.guesses import GuessedRows, RightSamples, draw, right_samples
 from modeling.runner.input_batch import InputBatch, StepLayout
+from modeling.runner.layer_graphs import Draw, HeadParts, LayerGraphs, Pages
 from modeling.transfer import pack_to_device, to_device
 from sharding.group import summed
 
@@ -37,37 +39,40 @@ wanted again: requests that rest then guess worse at first, and others lose noth
 
 
 class LayerStates:
-    """What some of a model's layers made of the last step's tokens."""
+    """What some of a model's modules made of the last step's tokens."""
 
-    def __init__(self, layers: Sequence[nn.Module], wanted: Sequence[int]) -> None:
-        """wanted: numbers of layers, in the order in which `take` returns their states."""
-        self._wanted = tuple(wanted)
-        self._found: dict[int, Tensor] = {}
-        for index in set(wanted):
-            layers[index].register_forward_hook(self._hook(index))
+    def __init__(self, sources: Sequence[nn.Module]) -> None:
+        """sources: layers, or a decoder, in the order in which `take` returns their states."""
+        self._found: list[Tensor | None] = [None] * len(sources)
+        for index, module in enumerate(sources):
+            module.register_forward_hook(self._hook(index))
 
     def take(self) -> Tensor:
-        """Return them side by side, [tokens, layers * width], and forget them."""
-        found, self._found = self._found, {}
-        return torch.cat([found[index] for index in self._wanted], dim=-1)
+        """Return them side by side, [tokens, all widths], and forget them."""
+        found = [each for each in self._found if each is not None]
+        assert len(found) == len(self._found), "not all of the model was computed"
+        self._found = [None] * len(found)
+        return torch.cat(found, dim=-1) if len(found) > 1 else found[0]
 
     def _hook(self, index: int) -> Any:
         def keep(_module: nn.Module, _given: object, out: Any) -> None:
-            stream = out if isinstance(out, Tensor) else summed(out[0]) + out[1]
+            stream = getattr(out, "last_hidden_state", out)
+            if not isinstance(stream, Tensor):
+                stream = summed(out[0]) + out[1]
             self._found[index] = stream.flatten(0, -2)
 
         return keep
 
 
 @dataclass(frozen=True)
-class Eagle3Drafter:
+class LayerDrafter:
     """Heads that are loaded, without memory for entries yet.
 
     backend: of their attention. stride: pages from one block to the next in the model's tables.
     rows: batch slots. most: tokens of a draft. most_running: requests beside which drafts are made.
     """
 
-    heads: Eagle3Heads
+    heads: DraftLayer
     states: LayerStates
     backend: AttentionBackend
     stride: int
@@ -77,24 +82,33 @@ class Eagle3Drafter:
 
     @classmethod
     def of(
-        cls,
-        heads: Eagle3Heads,
-        layers: Sequence[nn.Module],
-        layout: KvLayout,
-        backend: AttentionBackend,
-        rows: int,
-        most: int,
-        most_running: int,
-    ) -> "Eagle3Drafter":
-        """layers: the target's. layout: of its cache."""
-        states = LayerStates(layers, heads.layers)
-        return cls(heads, states, backend, layout.groups[0].stride, rows, most, most_running)
+        cls, heads: DraftLayer | None, config: EngineConfig, layout: KvLayout
+    ) -> "LayerDrafter | None":
+        """A layer over the block tables of the target's layers that see all tokens.
+
+        layout: of the target's cache. heads: None for none.
+        """
+        if heads is None:
+            return None
+        first, own = layout.groups[0], config.speculation
+        if first.kv.forgets:
+            raise ValueError(
+                f"engine.speculation.kind {own.kind.value} reads all tokens, and each layer of "
+                "this model has a window: set it to medusa or prompt_lookup"
+            )
+        # Its decode rows are planned in each step, which costs least with our own kernels.
+        wanted = AttentionKind.AUTO if heads.device.type == "cpu" else AttentionKind.TRITON
+        backend = select_attention(wanted, heads.attention_spec(first.spec.page_size)).backend
+        rows, states = config.limits.max_running, LayerStates(heads.sources)
+        sizes = first.stride, rows, own.max_tokens, own.max_running
+        return cls(heads, states, backend, *sizes)
 
     @property
     def spec(self) -> CacheSpec:
         """What one page of entries is."""
         own = self.backend.spec
-        return CacheSpec(1, own.page_size, own.num_kv_heads, own.head_dim, own.dtype)
+        sizes = 1, own.page_size, own.num_kv_heads, own.head_dim, own.dtype
+        return CacheSpec(*sizes, keys_only=own.value_dim is not None)
 
     @property
     def scratch(self) -> int:
@@ -106,16 +120,16 @@ class Eagle3Drafter:
         """Bytes of all scratch pages."""
         return self.rows * self.scratch * self.spec.bytes_per_page
 
-    def allocate(self, num_blocks: int) -> "Eagle3Guesser":
+    def allocate(self, num_blocks: int) -> "LayerGuesser":
         """Take the memory of entries of so many blocks."""
         pages = num_blocks + self.rows * self.scratch
-        return Eagle3Guesser(self, pages, num_blocks)
+        return LayerGuesser(self, pages, num_blocks)
 
 
-class Eagle3Guesser:
+class LayerGuesser:
     """Heads with their entries."""
 
-    def __init__(self, drafter: Eagle3Drafter, num_pages: int, first_scratch: int) -> None:
+    def __init__(self, drafter: LayerDrafter, num_pages: int, first_scratch: int) -> None:
         self._drafter, self._heads = drafter, drafter.heads
         self._backend = drafter.backend
         self._size = drafter.backend.spec.page_size
@@ -131,7 +145,7 @@ class Eagle3Guesser:
         tokens: Tensor,
         sampled: Tensor,
         kept: Tensor | None,
-        graphs: Eagle3Graphs | None,
+        graphs: LayerGraphs | None,
     ) -> GuessedRows | None:
         """Make the entries of a step's tokens, and guess where the batch wants it.
 
@@ -161,7 +175,7 @@ class Eagle3Guesser:
         found = graphs.chain.run(size, *self._reach(batch, layout), count, _drawing(right))
         return GuessedRows(found, samples)
 
-    def _replayed(self, batch: ForwardBatch, layout: StepLayout, graphs: Eagle3Graphs) -> bool:
+    def _replayed(self, batch: ForwardBatch, layout: StepLayout, graphs: LayerGraphs) -> bool:
         """Replay the entries of a step; False where no graph serves it."""
         return graphs.run_entries(batch.rows, layout, self._own_pages(layout.groups[0]))
 
@@ -181,7 +195,7 @@ class Eagle3Guesser:
         layout: StepLayout,
         sampled: Tensor,
         g: Tensor | None,
-        graphs: Eagle3Graphs | None,
+        graphs: LayerGraphs | None,
     ) -> GuessedRows:
         """Guess kernel by kernel; g: None where a replay has left the last tokens'."""
         right = right_samples(count, batch.rows, layout, sampled)
@@ -216,7 +230,7 @@ class Eagle3Guesser:
         else:
             # Each token of a replay samples, in the order of the plan.
             inner = torch.empty_like(kept).index_copy_(0, samples, kept)
-        out: Tensor = self._heads(tokens[behind], positions, self._heads.states(inner), step)
+        out: Tensor = self._heads(tokens[behind], positions, self._heads.from_target(inner), step)
         return out
 
     def _chain(
@@ -245,7 +259,7 @@ class Eagle3Guesser:
         states: Tensor,
         rooms: Sequence[tuple[int, Sequence[int]]],
         record: Record,
-    ) -> Eagle3Graphs:
+    ) -> LayerGraphs:
         """Prepare entries and guesses to be captured.
 
         state: of the runner. states: where replays leave what heads read, [samples, any]. rooms:
@@ -265,7 +279,7 @@ class Eagle3Guesser:
             most=drafter.most,
         )
         chains = graph_sizes(min(drafter.rows, drafter.most_running))
-        return Eagle3Graphs(parts, rooms, chains, record)
+        return LayerGraphs(parts, rooms, chains, record)
 
     def _tables(self, group: GroupLayout, rows: Ints, longest: int) -> Pages:
         """Return the rows' tables, int32 [m, pages], with scratch pages behind their own."""

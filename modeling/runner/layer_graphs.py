@@ -1,4 +1,4 @@
-"""Captured entries and guesses of EAGLE-3 heads.
+"""Captured entries and guesses of a layer beside the model (EAGLE-3, MTP).
 
 Entries: one CUDA graph for each size of captured steps, behind the step's samples. It writes the
 entries of the step's tokens, finds each row's last right sample on the device, and leaves what
@@ -23,7 +23,7 @@ from configs.wire.plan import StepRow
 from modeling.attention.base import AttentionBackend
 from modeling.attention.kv_cache import LayerCache
 from modeling.layers.fused import fused_ops
-from modeling.models.eagle3 import DraftStep, Eagle3Heads
+from modeling.models.draft_layer import DraftLayer, DraftStep
 from modeling.runner.block_tables import GroupLayout, Ints
 from modeling.runner.cuda_graphs import INT32_BYTES, INT64_BYTES, Record, size_for
 from modeling.runner.input_batch import StepLayout
@@ -44,7 +44,7 @@ class HeadParts:
     entries, of no request. pages: of the longest row. most: guesses.
     """
 
-    heads: Eagle3Heads
+    heads: DraftLayer
     cache: LayerCache
     backend: AttentionBackend
     tokens: Tensor
@@ -145,11 +145,11 @@ class ChainGraphs:
         self._parts, self._record = parts, record
         self._recorded: list[int] = []
         self._fused = fused_ops(device)
-        most, fc = self.unrecorded[-1], parts.heads.fc
-        self.g = torch.zeros(most_rows, len(fc), dtype=fc.dtype, device=device)
+        most, heads = self.unrecorded[-1], parts.heads
+        self.g = torch.zeros(most_rows, heads.width, dtype=heads.dtype, device=device)
         self.positions = torch.zeros(most_rows, dtype=torch.int64, device=device)
         self._tokens = torch.zeros(most, dtype=torch.int64, device=device)
-        self._logits = torch.zeros(most, parts.heads.vocab_size, dtype=fc.dtype, device=device)
+        self._logits = torch.zeros(most, heads.vocab_size, dtype=heads.dtype, device=device)
         # A row's first column is where its slots begin; drafts are as long as chains at most.
         widths = (1, 2 * parts.most)
         self._rows = {
@@ -315,7 +315,7 @@ class EntryGraphs:
         """Write entries, and begin behind each row's last right sample."""
         parts, heads = self._parts, self._parts.heads
         following = parts.tokens[ids_at]
-        states = heads.states(parts.states[samples.flatten()])
+        states = heads.from_target(parts.states[samples.flatten()])
         step = rows.step(slots.flatten())
         g = heads(following.flatten(), positions.flatten(), states, step)
         right = (following[:, : self.queries - 1] == drafts).cumprod(1).sum(1)
@@ -323,7 +323,7 @@ class EntryGraphs:
         self._chain.begin(g[last], positions.flatten()[last] % POSITIONS_PER_SET)
 
 
-class Eagle3Graphs:
+class LayerGraphs:
     """All captured entries and guesses of a runner's heads."""
 
     def __init__(
