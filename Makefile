@@ -33,11 +33,11 @@ serve: $(SERVES)
 
 # CI's: without the sweeps.
 test: $(READY)
-	$(BIN)/python -m pytest -m "not gpu and not sweep" -n 3
+	$(BIN)/python -m pytest -m "not gpu and not sweep" -n 2
 
 # The sweeps too.
 test-all: $(READY)
-	$(BIN)/python -m pytest -m "not gpu" -n 3
+	$(BIN)/python -m pytest -m "not gpu" -n 2
 
 test-gpu: $(READY)
 	$(BIN)/python -c 'import torch; assert torch.cuda.is_available(), "no CUDA device here"'

@@ -1,4 +1,4 @@
-"""How the suite runs: nothing is timed, and worker processes share it out by files (`-n 3`)."""
+"""How the suite runs: nothing is timed, and worker processes share it out by files (`-n 2`)."""
 
 import gc
 import ssl

@@ -1,4 +1,4 @@
-"""How worker processes share out the tests (`-n 3`)."""
+"""How worker processes share out the tests (`-n 2`)."""
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
@@ -10,8 +10,7 @@ OF_RAY = "tests/end_to_end/"
 class ByFile(LoadScopeScheduling):  # type: ignore[misc]
     """A file's tests run on one worker, and all tests that start Ray on the one with the first.
 
-    Those wait for processes more than they compute, so other workers have the cores meanwhile: one
-    more of them than there are cores.
+    Those wait for processes more than they compute, so the other worker has the cores meanwhile.
     """
 
     def _split_scope(self, nodeid: str) -> str:

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 PATIENCE_SECONDS = 600.0
 
@@ -29,6 +31,7 @@ def test_one(n):
 """
 
 
+@pytest.mark.sweep
 def test_a_worker_that_crashes_fails_one_test_and_the_run_ends(tmp_path: Path) -> None:
     for number in range(12):
         content = CRASHES if number == 5 else SOUND

@@ -14,6 +14,7 @@ from tests.end_to_end.test_clients import LONGEST, QUESTION, model_name
 pytestmark = pytest.mark.ray
 
 
+@pytest.mark.sweep
 def test_a_batch_is_answered_by_two_replicas(tmp_path: Path, answers: Answers) -> None:
     lines = [
         {"custom_id": f"{model} {number}", "url": "/v1/chat/completions", "body": {

@@ -125,6 +125,7 @@ def test_the_node_of_a_rank_dies(nodes: Nodes, answers: Answers) -> None:
     assert eventually(lambda: generated_text(nodes.url, "pirate")) == expected
 
 
+@pytest.mark.sweep
 def test_the_node_of_a_driver_dies(nodes: Nodes, answers: Answers) -> None:
     """Serve starts the replica anew, with its ranks, on nodes that have room."""
     before = ranks()

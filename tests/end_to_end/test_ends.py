@@ -73,6 +73,7 @@ def test_sigterm_lets_streams_end_and_refuses_new_requests(own: Served) -> None:
     gone(family)
 
 
+@pytest.mark.sweep
 def test_the_front_comes_back_and_a_cluster_that_ends_ends_the_command(own: Served) -> None:
     family = psutil.Process(own.process.pid).children(recursive=True)
     # Two while Serve replaces one by the next, as it does when the ingress comes.

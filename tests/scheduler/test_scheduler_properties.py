@@ -10,7 +10,7 @@ from tests.strategies import Story, stories
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=SLOW)
+@settings(max_examples=200, deadline=None, suppress_health_check=SLOW)
 @given(stories())
 def test_every_story_ends_well(story: Story) -> None:
     play(story)

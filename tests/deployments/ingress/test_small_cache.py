@@ -1,5 +1,7 @@
 """A cache smaller than the model's longest sequence: what the client leaves out fits into it."""
 
+from typing import Any
+
 import httpx
 import pytest
 
@@ -8,6 +10,7 @@ from deployments.ingress.generation.engine import IngressSettings
 from tests.served import demo_app, demo_config, served
 
 QUESTION = "What is the capital of France?"
+GREEDY: dict[str, Any] = {"temperature": 0}
 CHAT = [{"role": "user", "content": QUESTION}]
 SETTINGS = IngressSettings(default_source=AdapterSource.LOCAL, loopback=True)
 
@@ -18,9 +21,9 @@ def test_requests_without_a_length_fit_the_cache() -> None:
         info = client.get("/info").json()
         assert (info["max_total_tokens"], info["max_input_length"]) == (128, 127)
         for path, body in {
-            "/v1/chat/completions": {"model": "", "messages": CHAT},
-            "/v1/messages": {"model": "", "messages": CHAT, "max_tokens": 900},
-            "/v1/responses": {"model": "", "input": QUESTION},
+            "/v1/chat/completions": {"model": "", "messages": CHAT, **GREEDY},
+            "/v1/messages": {"model": "", "messages": CHAT, "max_tokens": 900, **GREEDY},
+            "/v1/responses": {"model": "", "input": QUESTION, **GREEDY},
             "/generate": {"inputs": QUESTION},
         }.items():
             reply = client.post(path, json=body)

@@ -120,7 +120,7 @@ def alone() -> Kept:
 
 @pytest.mark.parametrize(
     ("ranks", "drafts"),
-    [(1, 0), pytest.param(1, 5, marks=pytest.mark.sweep), (2, 5)],
+    [*(pytest.param(1, most, marks=pytest.mark.sweep) for most in (0, 5)), (2, 5)],
 )
 def test_answers_do_not_depend_on_the_batch(
     alone: Kept, ranks: int, drafts: int, monkeypatch: pytest.MonkeyPatch
