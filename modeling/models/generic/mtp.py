@@ -20,6 +20,7 @@ from configs.architectures.generic import GenericArchitecture
 from configs.architectures.rope import POSITIONS_PER_SET
 from modeling.adapters.vocabulary import EndNames
 from modeling.attention.base import AttentionSpec
+from modeling.attention.scales import STORED_SCALE
 from modeling.layers.norm import RMSNorm
 from modeling.models.base import PagedModel
 from modeling.models.context import GroupStep, PagedContext
@@ -128,12 +129,11 @@ def load_mtp(
         if not source.names():
             raise CheckpointError(
                 f"config.json gives {_COUNT}, and the files have no tensor of "
-                f"model.layers.{first}: "
-                f"take files that have it, or {OTHER}"
+                f"model.layers.{first}: take files that have it, or {OTHER}"
             )
     weights = Weights(source, group, target.dtype, target.device, form)
     layer = MtpLayer(target, alone, weights)
-    weights.finish(layer.unread)
+    weights.finish((*layer.unread, STORED_SCALE))
     return layer
 
 
