@@ -203,7 +203,7 @@ class SpeculationKind(StrEnum):
 
     @property
     def is_layer(self) -> bool:
-        """Whether a decoder layer beside the model's guesses."""
+        """Whether what guesses is a decoder layer beside those of the model."""
         return self in (SpeculationKind.EAGLE3, SpeculationKind.MTP)
 
 

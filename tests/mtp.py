@@ -57,8 +57,9 @@ class Mtp(Guesses):
         for name, tensor in self.model.layers[0].state_dict().items():
             for own, part in _published(name, tensor.detach()):
                 tensors[f"model.layers.{self.first}.{own}"] = part.clone()
+        copy = torch.full_like(tensors["model.embed_tokens.weight"], float("nan"))
         for name in ("embed_tokens.weight", "shared_head.head.weight"):
-            tensors[f"model.layers.{self.first}.{name}"] = torch.full((96, 32), float("nan"))
+            tensors[f"model.layers.{self.first}.{name}"] = copy.clone()
         save_file(tensors, path, metadata={"format": "pt"})
         settings = json.loads(config.read_text())
         config.write_text(json.dumps({**settings, "num_nextn_predict_layers": 1}))

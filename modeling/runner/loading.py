@@ -94,8 +94,7 @@ def load_model(config: EngineConfig, group: TensorParallel, device: torch.device
     folder = fetch_model(config.model)
     architecture = load_architecture(folder).with_rope_length(config.model.dynamic_rope_length)
     architecture = architecture.with_expert_parallel(config.expert_parallel)
-    source: Checkpoint | DummySource
-    source, form = _source(config, architecture, device)
+    source, form = _source(config, folder, architecture, device)
     dtype = find_dtype(config.model.dtype, architecture, stored_dtype(source, folder))
     scales = None
     if config.cache.dtype is CacheDType.FP8 and isinstance(source, Checkpoint):
@@ -125,14 +124,14 @@ def load_model(config: EngineConfig, group: TensorParallel, device: torch.device
 
 
 def _source(
-    config: EngineConfig, architecture: ModelArchitecture, device: torch.device
+    config: EngineConfig, folder: Path, architecture: ModelArchitecture, device: torch.device
 ) -> tuple[Checkpoint | DummySource, LinearFormat | None]:
     """Return the model's tensors, and how those of linear maps are stored."""
     if config.model.load_format is LoadFormat.DUMMY:
         dtype = find_dtype(config.model.dtype, architecture, torch.float32)
         form = format_of_dummies(architecture.quantisation, config.model.quantize)
         return DummySource(device, dtype), form
-    source = open_checkpoint(fetch_model(config.model), config.model.allow_pickle)
+    source = open_checkpoint(folder, config.model.allow_pickle)
     if architecture.larger_type is not None:
         # Here, not above: other models start without transformers.
         from modeling.models.larger_names import decoder_names
@@ -159,7 +158,7 @@ def read_draft_layer(
     ValueError where it does not run: on GPUs without captured steps, and beside layers of which
     states cannot be read.
     """
-    kind, model, folder = config.speculation.kind, loaded.model, _heads_folder(config)
+    kind, model = config.speculation.kind, loaded.model
     if not kind.is_layer:
         return None
     other = "set engine.speculation.kind to prompt_lookup or none"
@@ -170,10 +169,12 @@ def read_draft_layer(
             "captured: set engine.cuda_graphs to decode or all, if this model's steps can be, or "
             f"{other}"
         )
-    if folder is None:
+    if kind is SpeculationKind.MTP:
         return _read_mtp(config, loaded, group)
     if len(model.decoder_layers) != model.num_layers:
         raise ValueError(f"EAGLE-3 heads cannot read the states of this model's layers: {other}")
+    folder = _heads_folder(config)
+    assert folder is not None, "such a config names one"
     return load_eagle3_heads(folder, model, group, config.model.allow_pickle)
 
 
@@ -181,8 +182,9 @@ def _read_mtp(config: EngineConfig, loaded: LoadedModel, group: TensorParallel) 
     # Here, not above: other models start without transformers.
     from modeling.models.generic.mtp import load_mtp
 
-    source, form = _source(config, loaded.architecture, loaded.model.device)
-    return load_mtp(loaded.model, loaded.architecture, source, group, form)
+    folder, architecture = fetch_model(config.model), loaded.architecture
+    source, form = _source(config, folder, architecture, loaded.model.device)
+    return load_mtp(loaded.model, architecture, source, group, form)
 
 
 def adapters_heads(config: EngineConfig, width: int) -> tuple[Projection, ...]:
@@ -282,7 +284,10 @@ def find_dtype(wanted: DType, architecture: ModelArchitecture, stored: torch.dty
 
 
 def stored_dtype(source: Checkpoint | DummySource, folder: Path) -> torch.dtype:
-    """Return the type of the checkpoint's first tensor, but for those that are quantised."""
+    """Return the type of the checkpoint's first tensor, but for those that are quantised.
+
+    Tensors that are made are of float32, where nothing names a type.
+    """
     if isinstance(source, DummySource):
         return torch.float32
     names = sorted(source.names())

@@ -38,19 +38,26 @@ def trained_heads(folder: Path) -> tuple[Trained, list[Path]]:
     return Trained(folder, model, adapters, plain, MOST, False, (1, 2, 2)), adapters
 
 
-def test_heads_guess_as_in_plain_torch_and_change_no_token(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Greedy and sampled, over adapters and without, in chunks."""
-    monkeypatch.setattr(loading, "LAUNCHED_ON", ("cpu", "cuda"))
-    monkeypatch.setattr(speculation, "MARGIN", 0.0)
-    chains, run_chain = [], layer_graphs.ChainGraphs.run
+def watched_chains(monkeypatch: pytest.MonkeyPatch) -> list[layer_graphs.ChainGraphs]:
+    """A list that each chain of replays joins from now on."""
+    chains: list[layer_graphs.ChainGraphs] = []
+    run_chain = layer_graphs.ChainGraphs.run
 
     def watched(self: layer_graphs.ChainGraphs, *given: Any) -> Tensor:
         chains.append(self)
         return run_chain(self, *given)
 
     monkeypatch.setattr(layer_graphs.ChainGraphs, "run", watched)
+    return chains
+
+
+def test_heads_guess_as_in_plain_torch_and_change_no_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy and sampled, over adapters and without, in chunks."""
+    monkeypatch.setattr(loading, "LAUNCHED_ON", ("cpu", "cuda"))
+    monkeypatch.setattr(speculation, "MARGIN", 0.0)
+    chains = watched_chains(monkeypatch)
     trained, adapters = trained_heads(tmp_path)
     for graphs in (CudaGraphs.NONE, CudaGraphs.DECODE):
         made, run = answers(trained.config, graphs, adapters, NUM_DRAFTS)
@@ -59,7 +66,7 @@ def test_heads_guess_as_in_plain_torch_and_change_no_token(
         assert (len(chains) > 5) == captured
         trained.check(made, run)
     for sampling in (Sampling(), Sampling(temperature=0.7, top_p=0.9, seed=3)):
-        guess_without_waiting(run.runner, sampling)
+        guess_without_waiting(run.runner, sampling, 0)
 
 
 def check_rank(
@@ -82,10 +89,13 @@ def test_two_gpus(tmp_path: Path) -> None:
     run_cuda_ranks(2, partial(check_rank, *trained_heads(tmp_path)))
 
 
-def guesses(runner: ModelRunner, sampling: Sampling) -> list[list[list[int]]]:
-    """Guesses behind a prompt, a decode step and a draft, of two requests each."""
+def guesses(runner: ModelRunner, sampling: Sampling, slot: int = -1) -> list[list[list[int]]]:
+    """Guesses behind a prompt, a decode step and a draft, of two requests each.
+
+    slot: of the second one's adapter.
+    """
     join = RequestJoin(0, [5, 9, 33], 3, -1, sampling)
-    joins = [join, RequestJoin(1, [7, 8], 2, -1, sampling)]
+    joins = [join, RequestJoin(1, [7, 8], 2, slot, sampling)]
     batches = [
         ForwardBatch(joins, [StepRow(0, 0, 3, [3], True), StepRow(1, 0, 2, [4], True)], 4),
         ForwardBatch([], [StepRow(0, 3, 1, [], True), StepRow(1, 2, 1, [], True)], 4),
@@ -97,13 +107,13 @@ def guesses(runner: ModelRunner, sampling: Sampling) -> list[list[list[int]]]:
     return [each for each in found if each is not None]
 
 
-def guess_without_waiting(runner: ModelRunner, sampling: Sampling) -> None:
+def guess_without_waiting(runner: ModelRunner, sampling: Sampling, slot: int = -1) -> None:
     """Behind a prompt, a decode step and a draft nothing waits for the device, after a first run.
 
     What the second run gets is what the first one got.
     """
-    first = guesses(runner, sampling)
+    first = guesses(runner, sampling, slot)
     with no_waits():
-        second = guesses(runner, sampling)
+        second = guesses(runner, sampling, slot)
     assert first == second
     assert [[len(each) for each in own] for own in first] == [[4, 4]] * 3

@@ -3,16 +3,14 @@
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from configs.engine import AttentionKind, CudaGraphs, Device
 from configs.model import DType, ModelConfig
 from configs.wire.sampling import Sampling
-from modeling.runner import layer_graphs, loading
+from modeling.runner import loading
 from modeling.runner.load_paged import load_paged
 from modeling.runner.paged import ModelRunner
 from scheduler import speculation
@@ -22,7 +20,7 @@ from tests.modeling.parity.comparison import engine_config
 from tests.modeling.parity.test_eagle3 import NUM_DRAFTS
 from tests.modeling.parity.test_mtp import RECIPES, with_mtp
 from tests.modeling.parity.test_speculation import NUM_TOKENS
-from tests.modeling.test_eagle3_cuda import guess_without_waiting, guesses
+from tests.modeling.test_eagle3_cuda import guess_without_waiting, guesses, watched_chains
 from tests.modeling.test_medusa_cuda import answers
 from tests.mtp import write_untrained
 from tests.sharding.cuda_ranks import run_cuda_ranks
@@ -107,13 +105,7 @@ def test_answers_are_those_without(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """Over adapters and without: the same tokens in float32; drafts of graphs in bfloat16."""
     monkeypatch.setattr(loading, "LAUNCHED_ON", ("cpu", "cuda"))
     monkeypatch.setattr(speculation, "MARGIN", 0.0)
-    chains, run_chain = [], layer_graphs.ChainGraphs.run
-
-    def watched(self: layer_graphs.ChainGraphs, *given: Any) -> Tensor:
-        chains.append(self)
-        return run_chain(self, *given)
-
-    monkeypatch.setattr(layer_graphs.ChainGraphs, "run", watched)
+    chains = watched_chains(monkeypatch)
     model, adapters = written(tmp_path, "deepseek_v3")
     plain, _ = answers(engine_config(model), CudaGraphs.NONE, adapters, 0)
     made, run = answers(with_mtp(model), CudaGraphs.NONE, adapters, NUM_DRAFTS)
